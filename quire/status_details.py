@@ -38,6 +38,6 @@ def status_details(trailer: bytes) -> StatusDetails:
                 retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
             elif packed.Is(QuotaFailure.DESCRIPTOR):
                 is_quota = True
-    except DecodeError:
+    except (DecodeError, ValueError, OverflowError):  # a delay may be too long for a timedelta
         pass  # details are optional: the caller still receives the status
     return StatusDetails(violations, retry_after_s, is_quota)

@@ -61,7 +61,7 @@ def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
 
 def _awaits_the_same(state: SchedulerState, builder: StepBuilder, sequence: Sequence) -> bool:
     """Returns whether the sequence lacks a block for which another was set aside. Saves the search for its prefix."""
-    digests = sequence.digests if state.cache.reads_prefixes(sequence) else []
+    digests = state.cache.shareable_digests(sequence)
     return any(index < len(digests) and digests[index] == digest for index, digest in builder.awaited)
 
 
@@ -70,10 +70,10 @@ def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequen
 
     If so, the block can be shared once the result arrives. Later plans do not count.
     """
-    cache, num_found = state.cache, len(prefix)
-    if not cache.reads_prefixes(sequence) or num_found >= len(sequence.digests):
+    cache, num_found, digests = state.cache, len(prefix), state.cache.shareable_digests(sequence)
+    if num_found >= len(digests):
         return False
-    end, digest = (num_found + 1) * cache.block_size, sequence.digests[num_found]
+    end, digest = (num_found + 1) * cache.block_size, digests[num_found]
     return any(
         other.num_computed_tokens < end <= other.num_planned_tokens and cache.is_computing(other, num_found, digest)
         for step in (builder.step, *state.in_flight)

@@ -73,11 +73,13 @@ class KVCache:
         Leaves at least one token to compute, because the logits of the last one are needed. Changes only the digests
         that the sequence keeps.
         """
-        if not self.reads_prefixes(sequence):
-            return []
-        num_full = (sequence.num_tokens - 1) // self.block_size
-        chain = self._extend_chain(sequence, num_full)
-        return self.index.longest_match(chain[:num_full])
+        if self.reads_prefixes(sequence):
+            self._extend_chain(sequence, (sequence.num_tokens - 1) // self.block_size)
+        return self.index.longest_match(self.shareable_digests(sequence))
+
+    def shareable_digests(self, sequence: Sequence) -> list[bytes]:
+        """Returns the digests of the blocks that this sequence can share, as far as they are known."""
+        return sequence.digests[: (sequence.num_tokens - 1) // self.block_size] if self.reads_prefixes(sequence) else []
 
     def reads_prefixes(self, sequence: Sequence) -> bool:
         """Returns whether a sequence uses prefix hits. Requests for prompt log-probabilities compute their prompt."""

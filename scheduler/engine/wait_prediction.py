@@ -30,6 +30,9 @@ MARGIN = 1.4
 RUN_TIME_MARGIN = 1.2
 """Factor on the step time, by which later steps may be slower."""
 
+MAX_WAIT_S = 3600.0
+"""Longest time that is predicted. When an executor gives no result for a minute, the measured rate is close to zero."""
+
 OLDEST_INTERVAL_S = 0.25
 """Least time between two looks at the whole queue for its oldest sequence, for which many clients may ask."""
 
@@ -79,11 +82,11 @@ class WaitPrediction:
         if self._last is not None and now_s > self._last[0]:
             last_s, last_service, last_steps, has_decoded = self._last
             decay = 0.5 ** ((now_s - last_s) / HALF_LIFE_S)
-            self._busy_s = decay * self._busy_s + now_s - last_s
-            self._service = decay * self._service + service - last_service
+            self._busy_s = decay * self._busy_s + (now_s - last_s)
+            self._service = decay * self._service + (service - last_service)
             if has_decoded:
-                self._steps_s = decay * self._steps_s + now_s - last_s
-                self._num_steps = decay * self._num_steps + num_steps - last_steps
+                self._steps_s = decay * self._steps_s + (now_s - last_s)
+                self._num_steps = decay * self._num_steps + (num_steps - last_steps)
         has_decodes = bool(core.state.batch.decoding)
         self._last = (now_s, service, num_steps, has_decodes) if core.num_waiting else None
         core.set_run_time(self._run_time(RUN_TIME_MARGIN))
@@ -109,7 +112,7 @@ class WaitPrediction:
             for queue in (waiting.of(account), waiting)
         )
         wait_s = min(own / share, every) * self._busy_s / self._service
-        return wait_s + self._run_time().run_s(max_tokens)
+        return min(MAX_WAIT_S, wait_s + self._run_time().run_s(max_tokens))
 
     def check(self, core: Scheduler, tenant: str, deadline_s: float | None, max_tokens: float, now_s: float) -> None:
         """Raises QueueFull, with the time after which it may fit, if a request would miss its deadline."""

@@ -105,7 +105,7 @@ class LiveFeed:
         self._task: asyncio.Task[None] | None = None
         self._last: Snapshot | None = None
         self._last_fingerprint: tuple[object, ...] = ()
-        self._last_step = (0, 0)  # epoch and id of the newest step whose duration was sent
+        self._last_planned_ns = 0  # when the newest step was planned whose duration was sent
         self._key_event: bytes | None = None
         self.num_frames = 0
 
@@ -174,13 +174,13 @@ class LiveFeed:
     def _new_durations(self) -> list[tuple[int, int]]:
         """Returns the step ids and durations, in microseconds on the executor, of new steps; oldest first."""
         durations: list[tuple[int, int]] = []
-        newest = self._last_step
+        newest_ns = self._last_planned_ns
         for trace in reversed(self._engine.traces):
-            if (trace.epoch, trace.step_id) <= self._last_step or len(durations) == 512:
+            if trace.planned_ns <= self._last_planned_ns or len(durations) == 512:
                 break
-            newest = max(newest, (trace.epoch, trace.step_id))
+            newest_ns = max(newest_ns, trace.planned_ns)
             durations.append((trace.step_id, trace.timings.busy_ns // 1000))
-        self._last_step = newest
+        self._last_planned_ns = newest_ns
         return durations[::-1]
 
     def _name_of(self, key: str) -> str:

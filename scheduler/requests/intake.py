@@ -17,7 +17,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import FinishReason, QueueFull, Request, Unavailable
+from scheduler.core import FinishReason, Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.completion import Completion
 from scheduler.requests.limits import ModelBounds, RequestLimits
@@ -154,13 +154,11 @@ class Intake:
         return self._client_request_ids.get(request_id, str(request_id))
 
     def _submit(self, request: Request, sink: Sink) -> None:
-        """Gives the prompt's tokens, and a request that may be tried again, back to the tenant's rates if refused."""
+        """Gives the prompt's tokens back to the tenant's rate if the request is refused."""
         try:
             self._engine.submit(request, sink)
-        except Exception as error:
+        except Exception:
             self._rates.add_tokens(request.tenant, -request.num_given_tokens)
-            if isinstance(error, (QueueFull, Unavailable)):
-                self._rates.give_back_request(request.tenant)
             raise
 
     def _observed(self, fields: RequestFields, caller: Caller) -> ObservedRequest:
@@ -173,15 +171,17 @@ class Intake:
         try:
             if SEQUENCES not in fields:  # a stream that came back may have no rest to wait for
                 self._engine.check_deadline(tenant, deadline_s, _claimed_max_tokens(fields))
-            self._rates.take_request(tenant)
-            checked = await self._check(fields, holder, deadline_s)
-            request, settings, resumed = checked.request, checked.settings, checked.resumed
-            self._rates.take_tokens(tenant, request.num_given_tokens)
-            request_metrics = observed.admitted(self._facts(checked))
-            stop_sequence = partial(self._engine.stop, request.request_id)
-            stream = ResponseStream(settings, checked.completions, stop_sequence, request_metrics, self._write_queue)
-            if resumed is None or resumed.has_rest:
-                self._submit(request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream)
+            with self._rates.request(tenant):
+                checked = await self._check(fields, holder, deadline_s)
+                request, settings, resumed = checked.request, checked.settings, checked.resumed
+                self._rates.take_tokens(tenant, request.num_given_tokens)
+                request_metrics = observed.admitted(self._facts(checked))
+                stop_sequence = partial(self._engine.stop, request.request_id)
+                stream = ResponseStream(
+                    settings, checked.completions, stop_sequence, request_metrics, self._write_queue
+                )
+                if resumed is None or resumed.has_rest:
+                    self._submit(request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream)
             if resumed is not None:
                 self._observer.metrics.resumed()
                 if request.outputs or not resumed.has_rest:

@@ -29,6 +29,9 @@ from scheduler.core import (
 
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 512
+MAX_RETRY_S = 86_400.0
+"""Longest time after which a client is told to try again."""
+
 MAX_DETAILS_BYTES = 4096
 """Maximum size of the serialised details.
 
@@ -121,7 +124,7 @@ def _details(error: BaseException) -> list[Any]:
         return [_packed(_bad_request(error.violations))]
     if isinstance(error, QueueFull):
         delay = Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay.FromNanoseconds(int(min(error.retry_after_s, MAX_RETRY_S) * 1e9))
         retry = _packed(RetryInfo(retry_delay=delay))
         return [retry, _packed(_quota_failure(error))] if isinstance(error, TenantLimitReached) else [retry]
     return []

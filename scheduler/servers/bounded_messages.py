@@ -169,9 +169,9 @@ class _FieldCounter:
                 raise _Malformed
 
     def first_number(self) -> int | None:
-        """Returns the value of the first field, if it is a number with field number 1."""
+        """Returns the value of the first field, if it is a number with field number 1: its low 64 bits, as protobuf."""
         tag, position = self._varint(0, len(self._data))
-        return self._varint(position, len(self._data))[0] if tag == 1 << 3 | _VARINT else None
+        return self._varint(position, len(self._data))[0] % 2**64 if tag == 1 << 3 | _VARINT else None
 
     def _look_into(self, field: FieldDescriptor, position: int, end: int, depth: int) -> None:
         if field.message_type is not None:

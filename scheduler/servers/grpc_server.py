@@ -115,10 +115,11 @@ class GrpcServer:
         report_health(engine, self._health)
         self._generation = generation
         self._admin_calls = admin
-        replica = ReplicaServer(engine, access, generation.arrivals, lambda: admin.moves_streams, terms_of)
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
         self._resets = ResetCalls()
         places, timeout_s = RequestPlaces(), generation.stalled_reader_timeout_s
+        arrivals = generation.arrivals
+        replica = ReplicaServer(engine, access, arrivals, lambda: admin.moves_streams, terms_of, timeout_s)
         # Calls that need no identity, which may be half-open, take no places of the others.
         places_of_unknown = RequestPlaces(max_reads=8, max_reads_of_a_tenant=4)
 

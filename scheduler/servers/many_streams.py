@@ -124,6 +124,7 @@ class ManyStreams:
             if request.first_number is None:
                 raise InvalidRequest({"": str(request)})
             self._add(request.first_number).fail(InvalidRequest({"open": str(request)}))
+            self._opener.counted()
             return
         action = request.WhichOneof("action")
         if action == "open":
@@ -140,6 +141,7 @@ class ManyStreams:
             stream.unpause()
         else:
             self._forget(stream)
+            self._news.set()  # it may have been the last one of a call that ends
             if stream.task is not None:
                 stream.task.cancel()
 
@@ -152,6 +154,7 @@ class ManyStreams:
     def _open(self, stream: StreamOfMany, opening: pb.OpenStream) -> None:
         if len(self._tasks) >= self._max_streams:
             limited(STREAMS_OF_A_CALL)
+            self._opener.counted()
             stream.fail(QueueFull(f"{self._max_streams} streams of this call are open"))
             return
         stream.task = asyncio.create_task(self._run(stream, opening))

@@ -29,7 +29,7 @@ _WATCH = "/grpc.health.v1.Health/Watch"
 """Callers without credentials may make this call, and it never ends."""
 
 ARRIVED_S: ContextVar[float] = ContextVar("arrived_s")
-"""When the request of this call had arrived, on time.monotonic()."""
+"""When the request of this call had arrived, or a stream of requests had begun, on time.monotonic()."""
 
 
 class ReadRequests(grpc.aio.ServerInterceptor):
@@ -63,6 +63,7 @@ class ReadRequests(grpc.aio.ServerInterceptor):
             try:
                 with places.stream(_tenant(peer)) if is_counted else nullcontext():
                     if handler.request_streaming:
+                        ARRIVED_S.set(time.monotonic())
                         messages = _messages(places, handler.request_deserializer, _tenant(peer), context)
                         await _respond(handler.stream_stream(messages, context), context)
                     else:

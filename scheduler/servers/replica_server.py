@@ -13,6 +13,7 @@ from scheduler.core.inspect.core_load import core_load
 from scheduler.core.tenants.account import equal_terms
 from scheduler.identity.identity import Unauthenticated
 from scheduler.identity.permissions import METHODS
+from scheduler.requests.write_timeout import WriteTimeout
 from scheduler.servers.arrivals import MAX_ID_BYTES
 from scheduler.servers.generation_server import SERVER_STATES
 from scheduler.servers.prefix_feed import PrefixFeed, Snapshot
@@ -49,12 +50,14 @@ class ReplicaServer(ReplicaServicer):
         arrivals: Arrivals,
         moves_streams: Callable[[], bool] = lambda: False,
         terms_of: TermsOf = equal_terms,
+        stalled_reader_timeout_s: float = 60.0,
     ) -> None:
         self._engine = engine
         self._access = access
         self._terms_of = terms_of
         self._arrivals = arrivals
         self._moves_streams = moves_streams
+        self._reader_timeout_s = stalled_reader_timeout_s
         self._feed = PrefixFeed()
         self._num_watches = 0
 
@@ -66,14 +69,17 @@ class ReplicaServer(ReplicaServicer):
         self._num_watches += 1
         subscription = self._feed.subscribe()
         try:
-            await self._report(request.router_id, subscription, context)
+            with WriteTimeout(self._reader_timeout_s) as writing:
+                await self._report(request.router_id, subscription, context, writing)
         finally:
             self._feed.unsubscribe(subscription)
             self._num_watches -= 1
             if not self._num_watches:
                 self._feed.follow(None)
 
-    async def _report(self, router_id: str, subscription: PrefixSubscription, context: Context) -> None:
+    async def _report(
+        self, router_id: str, subscription: PrefixSubscription, context: Context, writing: WriteTimeout
+    ) -> None:
         num_before = self._arrivals.of(router_id)
         last: pb.ReplicaLoad | None = None
         while True:
@@ -84,7 +90,9 @@ class ReplicaServer(ReplicaServicer):
             news = subscription.read()
             if news is not None or load != last:
                 last = load
+                writing.begin_write()
                 await context.write(self._message(load, news, core))
+                writing.end_write()
             await asyncio.sleep(INTERVAL_S)
 
     def _load(self, core: Scheduler | None) -> pb.ReplicaLoad:

@@ -1,9 +1,10 @@
 """Limits of requests and tokens a minute, by tenant: token buckets that hold one minute's worth."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from scheduler.core import TenantLimitReached
+from scheduler.core import QueueFull, TenantLimitReached, Unavailable
 from scheduler.tenants.settings import Tenants
 
 MAX_BUCKETS = 4096
@@ -44,10 +45,19 @@ class RateLimits:
         """Counts a request. Raises TenantLimitReached, with the time to wait, if a minute had too many."""
         self._take(tenant, "requests", 1)
 
-    def give_back_request(self, tenant: str) -> None:
-        """Counts a request no longer, because it was not accepted. A gateway may try it again many times."""
-        if (bucket := self._bucket(tenant, "requests")) is not None:
-            bucket.balance += 1
+    @contextmanager
+    def request(self, tenant: str) -> Iterator[None]:
+        """Counts a request, unless the block refuses it for now: a client or a gateway may try it again many times.
+
+        Raises TenantLimitReached as `take_request` does.
+        """
+        self.take_request(tenant)
+        try:
+            yield
+        except (QueueFull, Unavailable):
+            if (bucket := self._bucket(tenant, "requests")) is not None:
+                bucket.balance += 1
+            raise
 
     def take_tokens(self, tenant: str, num_tokens: int) -> None:
         """Counts the tokens of a prompt. Raises TenantLimitReached, with the time to wait, if there were too many."""

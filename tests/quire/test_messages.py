@@ -3,6 +3,10 @@
 from typing import Any
 
 import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
 
 import quire
 from quire.messages import CompletionAssembler, event, generate_request
@@ -236,6 +240,9 @@ def test_a_completion_has_the_prompts_logprobs_and_the_scores() -> None:
 
 def test_unreadable_status_details_count_as_none() -> None:
     assert status_details(b"\xff\xff\xff").violations == {}
+    details = AnyMessage()
+    details.Pack(RetryInfo(retry_delay=Duration(seconds=10**15)))  # more than a timedelta holds
+    assert status_details(Status(details=[details]).SerializeToString()).retry_after_s is None
     assert status_details(b"").retry_after_s is None
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import SchedulerLimits
+from scheduler.core import BeamParams, Request, SchedulerLimits, SequenceParams
 from scheduler.core.fairness.fair_queue import MAX_SET_ASIDE
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import make_request
@@ -117,4 +117,21 @@ def test_a_prompt_waits_only_for_a_block_that_is_being_computed() -> None:
     assert started(harness) == {2}
     harness.add(make_request(3, LONG, 1))
     assert started(harness) == {3}, "the block that it lacks is computed five steps later"
+    harness.run()
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_sequence_that_returns_to_the_queue_does_not_wait_for_the_block_of_its_last_token(length: int) -> None:
+    """It computes its last token itself, so it shares no block that ends with it. It would be overtaken for nothing."""
+    prompt = (0, 1, 1, 0, 1)[:length]
+    harness = Harness(SchedulerLimits(8, 64, 64), num_blocks=100, block_size=4)
+    harness.attach()
+    harness.add(Request(1, prompt, SequenceParams(max_total_tokens=length + 8)))
+    harness.add(Request(2, prompt, SequenceParams(max_total_tokens=length + 4), beam=BeamParams(2, 1)))
+    harness.schedule()
+    harness.commit()
+    harness.lose()  # the beams return to the queue as one sequence, with the digests of their prompt
+    harness.add(Request(3, prompt, SequenceParams(max_total_tokens=length + 1)))
+    harness.attach()
+    harness.schedule()  # checks I13: no sequence overtakes another
     harness.run()

@@ -194,3 +194,15 @@ def test_the_age_of_the_queue_is_not_looked_up_for_each_question(monkeypatch: py
     ages = [server.waits.oldest_s(server.core, 5.0 + i / 100) for i in range(100)]
     assert ages == pytest.approx([4.0 + i / 100 for i in range(100)])
     assert len(looks) == 4
+
+
+@pytest.mark.parametrize("stall_s", [30.0, 57.0, 104.0, 1000.0])
+def test_an_executor_that_stands_still_makes_requests_wait_for_a_bounded_time(stall_s: float) -> None:
+    """While it does, the measured rate goes to zero."""
+    server = good_tokens(3, None, predicts=True)
+    server.core.schedule()
+    server.now_s += stall_s
+    server.tell(server.core.expire(server.now_s))
+    with pytest.raises(QueueFull) as refused:
+        server.waits.check(server.core, "default", server.now_s + 30.0, 20, server.now_s)
+    assert 0 < refused.value.retry_after_s <= 2 * wait_prediction.MAX_WAIT_S

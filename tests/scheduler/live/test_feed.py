@@ -7,10 +7,15 @@ import pytest
 
 from scheduler.core import BlockState, FinishReason, InvariantViolation, QueueFull, Request, Sequence, SequenceParams
 from scheduler.core.state import SchedulerState
-from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, Viewer
+from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, LiveFeed, Viewer
+from scheduler.live.plan_log import PlanLog
 from scheduler.live.snapshot import CACHED
 from tests.support.live.page_state import PageState
 from tests.support.live.served import Served
+from tests.support.scheduler.engine_rig import running_engine
+from tests.support.scheduler.engine_rig import submit as submit_to
+from tests.support.scheduler.fake_client import FakeClient
+from tests.support.waiting import until
 
 
 class EndSink:
@@ -202,3 +207,17 @@ async def test_an_open_page_follows_an_engine_that_replaces_its_core(
         await follow(viewer, page_state, sinks[-1].done.is_set)
         await follow(viewer, page_state, lambda: not page_state.sequences and page_state.blocks == as_values(served))
     assert served.engine.core is not old_core
+
+
+async def test_the_times_of_steps_go_on_with_a_new_core() -> None:
+    """Its epochs and steps have the numbers of the old core's again."""
+    client = FakeClient()
+    client.step_s = 0.001
+    async with running_engine(client) as engine:
+        feed = LiveFeed(engine, PlanLog(), str)
+        await asyncio.wait_for(submit_to(engine, [1, 2, 3], 40).done.wait(), 30)
+        assert len(feed._new_durations()) >= 40
+        engine._signal.fail(RuntimeError("a bug of the core, on purpose"))
+        await until(lambda: engine.failures.num_failures > 0 and engine.is_ready)
+        await asyncio.wait_for(submit_to(engine, [1, 2, 3], 10).done.wait(), 30)
+        assert 10 <= len(feed._new_durations()) <= 20

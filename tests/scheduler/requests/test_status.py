@@ -1,6 +1,7 @@
 """Errors become statuses with details for clients, which fit into a trailer."""
 
 import base64
+import math
 from urllib.parse import quote
 
 import grpc
@@ -46,6 +47,13 @@ def test_full_queue_has_retry_info() -> None:
     retry = RetryInfo()
     assert details_of(QueueFull("full", retry_after_s=2.5)).details[0].Unpack(retry)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
+
+
+@pytest.mark.parametrize("retry_after_s", [1e6, 1e20, math.inf])
+def test_no_client_is_told_to_try_again_after_more_than_a_day(retry_after_s: float) -> None:
+    retry = RetryInfo()
+    assert details_of(QueueFull("full", retry_after_s)).details[0].Unpack(retry)
+    assert retry.retry_delay.ToTimedelta().total_seconds() == 86_400.0
 
 
 def test_size_of_trailers_is_bounded() -> None:

@@ -12,10 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.attacks import http2
 from quire.health_service import HealthService
-from quire.v1 import tokenization_pb2
+from quire.v1 import replica_pb2, tokenization_pb2
+from quire.v1.replica_pb2_grpc import ReplicaStub
 from scheduler.core import QueueFull
 from scheduler.engine.engine import ServerState
-from scheduler.servers import request_places
+from scheduler.servers import replica_server, request_places
 from scheduler.servers.request_places import RequestPlaces
 from scheduler.telemetry.limits import NUM_LIMITED, STALLED_READERS
 from tests.scheduler.servers.test_reset_calls import is_served
@@ -108,6 +109,30 @@ async def test_a_watch_that_accepts_nothing_ends() -> None:
             await service.has_ended.wait()
     finally:
         await server.stop(0)
+
+
+async def test_a_router_that_accepts_nothing_loses_its_place(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_server, "MAX_WATCHES", 4)
+    served = await servers.start(stalled_reader_timeout_s=0.5)
+    request = replica_pb2.WatchRequest(router_id="stalled").SerializeToString()
+
+    async def is_watching() -> bool:
+        watch = ReplicaStub(served.channel).Watch(replica_pb2.WatchRequest(router_id="other"))
+        try:
+            return isinstance(await watch.read(), replica_pb2.WatchResponse)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
+        finally:
+            watch.cancel()
+
+    async with calls(served.server.address, "/quire.v1.Replica/Watch", request, 4):
+        for wanted in (False, True):  # they have all places, and lose them
+            for _ in range(300):
+                if await is_watching() is wanted:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise AssertionError(wanted)
 
 
 async def test_answers_that_are_not_accepted_are_counted_and_end(servers: Servers, places: list[RequestPlaces]) -> None:

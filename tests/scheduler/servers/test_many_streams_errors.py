@@ -98,19 +98,24 @@ async def test_a_draining_server_ends_new_streams_and_finishes_old_ones(servers:
         assert token_ids(await call.complete(1)) == [60]
 
 
-async def test_a_server_that_stops_does_not_wait_for_a_call_without_streams(servers: Servers) -> None:
+@pytest.mark.parametrize("last_one", ["ends", "is cancelled"])
+async def test_a_server_that_stops_does_not_wait_for_a_call_without_streams(servers: Servers, last_one: str) -> None:
     served = await servers.start()
     call = ManyCall(served.generation)
     submitted = await opened(served, call, 1)
     stopping = asyncio.create_task(served.server.stop(60))
     await asyncio.sleep(0.05)
     assert not stopping.done()
-    submitted.emit([60])
-    submitted.finish()
+    if last_one == "ends":
+        submitted.emit([60])
+        submitted.finish()
+    else:
+        await call.cancel(1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
+        await asyncio.wait_for(call.read(), 30)
     assert caught.value.code() is Code.UNAVAILABLE
-    assert token_ids(await call.complete(1)) == [60]
+    if last_one == "ends":
+        assert token_ids(await call.complete(1)) == [60]
     await asyncio.wait_for(stopping, 30)
 
 
@@ -172,6 +177,21 @@ async def test_a_costly_request_ends_its_stream_only(servers: Servers, name: str
             await call.call.write(request)
             assert code_of(await call.end_of(2)) is Code.INVALID_ARGUMENT
         assert 1 not in call.ended
+
+
+async def test_a_costly_request_whose_number_has_more_than_64_bits_ends_the_stream_of_the_low_ones(
+    servers: Servers,
+) -> None:
+    served = await servers.start()
+    number = bytes([0x82, *[0x80] * 8, 0x7F])  # 2 + 0x7f · 2⁶³
+    with counted(MESSAGE_FIELDS):
+        call = served.channel.stream_stream("/quire.v1.Generation/GenerateMany")(metadata=())
+        await call.write(b"\x08" + number + field(2, field(1, COSTLY["stop strings"])))
+        answer = pb.GenerateManyResponse.FromString(await asyncio.wait_for(call.read(), 30))
+        call.cancel()
+    (message,) = answer.messages
+    assert message.stream_id == 2 + 2**63
+    assert code_of(message.ended) is Code.INVALID_ARGUMENT
 
 
 async def test_a_costly_request_without_a_number_ends_the_call(servers: Servers) -> None:

@@ -15,6 +15,7 @@ from scheduler.core.prefix_index import PrefixIndex
 from scheduler.core.tenants.account import TenantTerms
 from scheduler.servers import replica_server
 from scheduler.servers.arrivals import MAX_ROUTERS, ROUTER, Arrivals
+from tests.scheduler.servers.test_bounded_messages import COSTLY, field
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.servers import Served, Servers
 from tests.support.waiting import until
@@ -70,7 +71,10 @@ def replica_admin_drain() -> Any:
     return _admin().DrainRequest(move_streams=True)
 
 
-async def test_a_router_learns_which_of_its_requests_a_report_contains(servers: Servers) -> None:
+async def test_a_router_learns_which_of_its_requests_a_report_contains(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.generation_server.MAX_STREAMS", 3)
     served = await servers.start()
     watching = {name: ReplicaStub(served.channel).Watch(pb.WatchRequest(router_id=name)) for name in ("one", "two")}
     for call in watching.values():
@@ -79,10 +83,15 @@ async def test_a_router_learns_which_of_its_requests_a_report_contains(servers: 
     for number, text in enumerate(("hello", "", "hello")):  # a request that is refused counts, too
         opening = generation_pb2.OpenStream(request=generation_pb2.GenerateRequest(text=text))
         await many.write(generation_pb2.GenerateManyRequest(stream_id=number, open=opening))
+    costly = field(2, field(1, COSTLY["stop strings"]))  # it is refused before it is parsed
+    await many.write(generation_pb2.GenerateManyRequest.FromString(b"\x08\x03" + costly))
+    for number in (4, 5, 6):  # the last ones exceed the number of streams
+        opening = generation_pb2.OpenStream(request=generation_pb2.GenerateRequest(text="hello"))
+        await many.write(generation_pb2.GenerateManyRequest(stream_id=number, open=opening))
     report = await watching["one"].read()
-    while report.load.num_received < 3:
+    while report.load.num_received < 7:
         report = await watching["one"].read()
-    assert report.load.num_received == 3
+    assert report.load.num_received == 7
     late = ReplicaStub(served.channel).Watch(pb.WatchRequest(router_id="one"))
     assert (await late.read()).load.num_received == 0, "it counts from its beginning"
     for call in (many, late, *watching.values()):

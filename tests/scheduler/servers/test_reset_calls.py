@@ -21,6 +21,7 @@ from scheduler.servers.access import Access
 from scheduler.servers.grpc_server import GENERATE
 from scheduler.servers.reset_calls import BURST, MAX_LINGER_S, RATE_PER_S, ResetCalls
 from scheduler.telemetry.limits import NUM_LIMITED, RESET_CALLS
+from tests.support.scheduler.many_calls import many_call, opened
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -155,6 +156,25 @@ async def test_a_client_that_gives_up_waiting_has_not_reset_its_call(servers: Se
     await asyncio.gather(*[give_up() for _ in range(20)])
     assert num_calls.count(GENERATE) == 20
     assert NUM_LIMITED[RESET_CALLS] == before
+
+
+async def test_a_call_of_many_requests_that_ends_after_a_while_has_not_been_reset(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reset_calls, "AT_ONCE_S", 0.2)
+    monkeypatch.setattr(reset_calls, "BURST", 0)
+    served = await servers.start()
+    before = NUM_LIMITED[RESET_CALLS]
+    async with many_call(served.generation) as call:
+        (await opened(served, call, 1)).emit([60])
+        await until(lambda: 1 in call.messages)
+        await asyncio.sleep(0.3)
+    await served.idle()
+    await asyncio.sleep(0.1)
+    assert NUM_LIMITED[RESET_CALLS] == before
+    async with many_call(served.generation) as call:
+        await opened(served, call, 1)
+    await until(lambda: NUM_LIMITED[RESET_CALLS] > before, what="a call that is cancelled at once lingers")
 
 
 async def test_the_refused_calls_of_strangers_linger_after_their_status(
