@@ -7,7 +7,7 @@ from typing import Self, get_type_hints
 
 from executor.errors import ConfigError
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
+from quire.addresses import UNIX, HostPort, is_address, is_local, private_socket
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
@@ -107,8 +107,7 @@ class ExecutorConfig:
         for name in ("step_timeout_s", "load_timeout_s"):
             if not 0.0 < getattr(self, name) <= _MAX_TIMEOUT_S:
                 raise ConfigError(f"{name}: must be above 0 and at most {_MAX_TIMEOUT_S:g}, is {getattr(self, name)}")
-        if not self.listen_address.startswith(UNIX):
-            _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
+        _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
         self._check_tls()
         self._check_remote_ranks()
         if self.metrics_address:
@@ -192,7 +191,5 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_address(name: str, address: str, expected: str) -> None:
-    try:
-        HostPort.parse(address)
-    except AddressError:
-        raise ConfigError(f"{name}: expected {expected}, found {address!r}") from None
+    if not is_address(address) or (address.startswith(UNIX) and UNIX not in expected):
+        raise ConfigError(f"{name}: expected {expected}, found {address!r}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fleet import local_control
-from fleet.settings import BACKENDS, FleetSettings
+from fleet.settings import BACKENDS, FleetSettings, check_name
 from fleet.wanted import FleetError, NoController, Wanted
 
 _FIRST_TRY_S = 3.0
@@ -34,6 +34,10 @@ def fleet_client(backend: str, name: str, address: str) -> FleetClient:
     """
     if backend not in BACKENDS:
         raise FleetError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}", exit_code=2)
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise FleetError(str(error), exit_code=2) from None
     if backend == "local":
         return LocalClient(local_control.fleet_directory(name))
     try:

@@ -13,6 +13,12 @@ DEFAULT_NAME = "quire"
 _NAME = re.compile(r"[a-z0-9-]{1,40}")
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that no fleet has: it is part of the names of files and actors."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name must have at most 40 lower-case letters, digits and dashes, not {name!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
     """Says how every part of a fleet is started.
@@ -54,8 +60,7 @@ class FleetSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a setting that cannot be used."""
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"name must have at most 40 lower-case letters, digits and dashes, not {self.name!r}")
+        check_name(self.name)
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         if self.tensor_parallel_size < 1:

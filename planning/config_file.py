@@ -15,19 +15,26 @@ from planning.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Properties that the code of an architecture fixes. None: the field `attention_bias` decides."""
+    """Properties that the code of an architecture fixes.
+
+    qkv_bias, output_bias  True or False; None: the field `attention_bias` decides
+    mlp_bias               the field `mlp_bias` decides; without it, there is none
+    num_kv_heads           default of `num_key_value_heads`; None: as many as there are heads
+    """
 
     qkv_bias: bool | None
     output_bias: bool | None
+    mlp_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None
+    num_kv_heads: int | None = None
 
 
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(None, None),
-    "MistralForCausalLM": _Family(False, False),
-    "Qwen2ForCausalLM": _Family(True, False),
-    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, head_dim=128),
+    "LlamaForCausalLM": _Family(None, None, mlp_bias=True),
+    "MistralForCausalLM": _Family(False, False, num_kv_heads=8),
+    "Qwen2ForCausalLM": _Family(True, False, num_kv_heads=32),
+    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, head_dim=128, num_kv_heads=32),
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -63,7 +70,8 @@ def parse_model_shape(content: Mapping[str, Any], name: str) -> ModelShape:
     """Returns the shape that the content of a config.json describes. Raises PlanningError, which names the field."""
     family = _FAMILIES[_architecture(content)]
     hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
-    num_kv_heads = _size(content, "num_key_value_heads", num_heads)
+    absent = num_heads if "num_key_value_heads" in content else family.num_kv_heads  # null: as many as heads
+    num_kv_heads = _size(content, "num_key_value_heads", min(num_heads, absent or num_heads))
     if num_heads % num_kv_heads:
         raise PlanningError(f"num_key_value_heads: {num_heads} heads cannot share {num_kv_heads}")
     if content.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
@@ -82,7 +90,7 @@ def parse_model_shape(content: Mapping[str, Any], name: str) -> ModelShape:
         tie_word_embeddings=_flag(content, "tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
-        mlp_bias=_flag(content, "mlp_bias"),
+        mlp_bias=family.mlp_bias and _flag(content, "mlp_bias"),
         qk_norm=family.qk_norm,
         dtype=_dtype(content),
     )

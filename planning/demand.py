@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planning.arrivals import Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
 from planning.errors import PlanningError
-from planning.lengths import LENGTHS, FixedLengths, LengthSource
+from planning.lengths import LENGTHS, MAX_TOKENS, FixedLengths, LengthSource
 from planning.request_factory import MAX_SYSTEM_PROMPTS
 from planning.request_file import read_jobs, read_tenants
 from planning.settings import SimulateSettings
@@ -17,6 +17,7 @@ from planning.workload import ListedJobs, Source, Tenant
 from scheduler.core import TenantTerms
 
 _DEFAULT_NUM_REQUESTS = 1000
+_LEAST, _MOST = 1e-6, 1e9  # of rates and times: with others, sums of times lose their digits
 _OF_RATES = ("burstiness", "daily_swing")
 _OF_CLIENTS = ("turnaround_s",)
 _OF_DRAWN_REQUESTS = (
@@ -48,8 +49,8 @@ class Demand:
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     """Returns the sources and the end of the simulation that the settings describe. Raises PlanningError."""
     for name in ("num_requests", "duration_s"):
-        if (value := getattr(settings, name)) is not None and not 0 < value < inf:
-            raise PlanningError(f"{name}: must be above 0, not {value}")
+        if (value := getattr(settings, name)) is not None and not 0 < value <= _MOST:
+            raise PlanningError(f"{name}: must be above 0 and at most {_MOST:g}, not {value}")
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=_DEFAULT_NUM_REQUESTS)
     else:
@@ -138,6 +139,8 @@ def _lengths(settings: SimulateSettings) -> LengthSource:
         or min(settings.prompt_tokens, settings.output_tokens) < 1
     ):
         raise PlanningError("lengths fixed: requires prompt_tokens and output_tokens, both at least 1")
+    if max(settings.prompt_tokens, settings.output_tokens) > MAX_TOKENS:
+        raise PlanningError(f"prompt_tokens, output_tokens: at most {MAX_TOKENS:,}")
     return FixedLengths(settings.prompt_tokens, settings.output_tokens)
 
 
@@ -151,8 +154,10 @@ def _arrivals(settings: SimulateSettings) -> Arrivals:
         if settings.num_requests is None and settings.duration_s is None and clients > _DEFAULT_NUM_REQUESTS:
             raise PlanningError(f"clients: {clients} clients require num_requests or duration_s")
         return ClosedLoop(clients, settings.turnaround_s)
-    if rate is None or not (0 < rate < inf and 0 < settings.burstiness < inf and 0 <= settings.daily_swing <= 1):
-        raise PlanningError("rate and burstiness: must be above 0; daily_swing: from 0 to 1")
+    if rate is None or not (_LEAST <= rate <= _MOST and _LEAST <= settings.burstiness <= _MOST):
+        raise PlanningError(f"rate and burstiness: from {_LEAST:g} to {_MOST:g}")
+    if not 0 <= settings.daily_swing <= 1:
+        raise PlanningError("daily_swing: from 0 to 1")
     if settings.daily_swing and settings.burstiness != 1:
         raise PlanningError("burstiness and daily_swing cannot both be given")
     if settings.daily_swing:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from planning.errors import PlanningError
 
+_MAX_BYTES = 1e15
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -67,4 +69,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if not match or match[2] not in _UNITS:
         raise PlanningError(f"expected a size such as 80GB or 79.2GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _MAX_BYTES:
+        raise PlanningError(f"expected a size of at most 1000TB, not {text[:20]!r}")
+    return int(size)

@@ -57,8 +57,12 @@ def find_model(model: str) -> ModelShape:
     known = KNOWN_MODELS.get(model.lower())
     if known is not None:
         return known
-    path = Path(model).expanduser()
-    if not path.exists():
+    try:
+        path = Path(model).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, an unknown user, a name that is too long
+        raise PlanningError(f"{model}: {error}") from None
+    if not exists:
         names = ", ".join(KNOWN_MODELS)
         raise PlanningError(f"{model}: no such file or directory, and no model known by that name ({names})")
     return read_model_shape(path)

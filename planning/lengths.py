@@ -10,6 +10,9 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_TOKENS = 10_000_000
+"""Most tokens of a prompt, and of an output. Each token of a simulated prompt is an object of its own."""
+
 
 class LengthSource(Protocol):
     def draw(self, rng: random.Random, max_model_len: int) -> tuple[int, int]:

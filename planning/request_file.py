@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planning.errors import PlanningError
+from planning.lengths import MAX_TOKENS
 from planning.settings import SimulateSettings
 from planning.workload import Job
 from scheduler.core import TenantTerms
@@ -58,9 +59,12 @@ def read_jobs(path: Path) -> tuple[list[Job], bool]:
                 f"{path}, line {number}: expected prompt_tokens and output_tokens, not {line[:80]!r}"
             ) from error
         sizes = (job.num_prompt_tokens, job.num_output_tokens)
-        if any(type(size) is not int or size < 1 for size in sizes) or not 0 <= job.arrival_s < math.inf:
+        if (
+            any(type(size) is not int or not 1 <= size <= MAX_TOKENS for size in sizes)
+            or not 0 <= job.arrival_s < math.inf
+        ):
             raise PlanningError(
-                f"{path}, line {number}: tokens must be whole numbers of at least 1, times must not be negative"
+                f"{path}, line {number}: tokens must be whole numbers from 1 to {MAX_TOKENS:,}, times not negative"
             )
         if not _is_priority(job.priority):
             raise PlanningError(f"{path}, line {number}: priority must be a whole number up to ±{_MAX_PRIORITY}")

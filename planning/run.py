@@ -21,6 +21,9 @@ from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, SchedulerLimits
 
 _DEFAULT_MAX_MODEL_LEN = 8192
 
+MAX_BLOCKS = 10_000_000
+"""Most blocks of a simulated pool. Each costs some 100 bytes."""
+
 Progress = Callable[[float, int], None]
 """Called with the virtual seconds, and with the number of requests that have ended."""
 
@@ -87,6 +90,8 @@ def make_deployment(model: str, settings: SimulateSettings) -> Deployment:
     deployment = deploy(model, settings)
     if settings.fit is None:
         check_fits(deployment)
+    if deployment.num_blocks > MAX_BLOCKS:
+        raise PlanningError(f"num_blocks: at most {MAX_BLOCKS:,} are simulated, not {deployment.num_blocks:,}")
     return deployment
 
 

@@ -52,12 +52,19 @@ class AsyncEventStream:
                 if message is grpc.aio.EOF:
                     self._closed = True
                     break
-                if (event := self._tries.event(message)) is not None:
+                if (event := self._event(message)) is not None:
                     return event
                 continue
             if not self._closed:  # otherwise another task closed it
                 await self._begin_again(error)
         raise StopAsyncIteration
+
+    def _event(self, message: generation_pb2.GenerateResponse) -> Event | None:
+        try:
+            return self._tries.event(message)
+        except QuireError:  # the server does not know that this client cannot use its answer
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancels the request unless it has ended; iteration then stops. May be called more than once."""
@@ -229,3 +236,7 @@ class AsyncClient:
             return await method(request, **arguments)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+        except asyncio.CancelledError:  # also raised when the channel was closed
+            if _task_is_being_cancelled():
+                raise
+            raise RequestCancelledError("the connection was closed") from None

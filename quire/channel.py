@@ -77,7 +77,13 @@ class Connection:
     admin: str | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a key that cannot be sent in a header; the message does not contain it."""
+        """Raises ValueError for a key that cannot be sent in a header, which the message does not contain, or a port
+        above 65535, for which gRPC would take another one.
+        """
+        for address in (self.address, self.admin or ""):
+            port = address.rpartition(":")[2]
+            if not address.startswith(UNIX) and port.isascii() and port.isdigit() and int(port) >= 1 << 16:
+                raise ValueError(f"address must have a port up to 65535, not {address!r}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ValueError("api_key must consist of printable ASCII characters")
 

@@ -18,10 +18,14 @@ def local_directory(model: str) -> Path | None:
 
     A directory takes precedence over a hub id. Only the hub can tell whether a hub id exists.
     """
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
+    try:
+        directory = Path(model).expanduser()
+        if directory.is_dir():
+            return directory
+        exists = directory.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, an unknown user, a name that is too long
+        raise ModelNotFound(f"{model}: {error}") from None
+    if exists:
         raise ModelNotFound(f"{model}: a file; expected the directory that holds config.json")
     if not _HUB_ID.fullmatch(model):
         raise ModelNotFound(f"{model}: no such directory, and no hub id (organisation/name)")

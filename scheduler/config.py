@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
+from quire.addresses import FILE, UNIX, is_address, is_local, private_socket
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
 from scheduler.core.timing.step_budget import MAX_PROMPT_TIME
 
@@ -154,13 +154,14 @@ class SchedulerConfig:
         _check_choice("log_format", self.log_format, logs.FORMATS)
         if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
             raise ConfigError(f"otlp_endpoint must be http://host:port or https://…, not {self.otlp_endpoint!r}")
-        if not self.listen.startswith(UNIX):
-            _check_address("listen", self.listen, "host:port or unix:path")
+        _check_address("listen", self.listen, "host:port or unix:path")
         _check_address("http_listen", self.http_listen, "host:port")
-        if self.admin_listen is not None and not self.admin_listen.startswith(UNIX):
+        if self.admin_listen is not None:
             _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
-        if self.local_listen is not None and not self.local_listen.startswith(UNIX):
+        if self.local_listen is not None and not (self.local_listen.startswith(UNIX) and is_address(self.local_listen)):
             raise ConfigError(f"local_listen must be unix:path, not {self.local_listen!r}")
+        if not self.executor.startswith(FILE):
+            _check_address("executor", self.executor, "host:port, unix:path or file:path")
         self._check_target()
         self._check_identity()
         self._check_strangers()
@@ -247,10 +248,8 @@ _EXECUTOR_TLS = ("executor_tls_ca", "executor_tls_certificate", "executor_tls_ke
 
 
 def _check_address(name: str, address: str, expected: str) -> None:
-    try:
-        HostPort.parse(address)
-    except AddressError:
-        raise ConfigError(f"{name} must be {expected}, not {address!r}") from None
+    if not is_address(address) or (address.startswith(UNIX) and UNIX not in expected):
+        raise ConfigError(f"{name} must be {expected}, not {address!r}")
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -124,9 +124,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """Returns the file name of each tensor of a sharded checkpoint; None if there is no index."""
+    """Returns the file name of each tensor of a sharded checkpoint; None if it is not sharded.
+
+    A checkpoint that was saved twice may have a single file and an index. The file counts, as for transformers.
+    """
     path = directory / _INDEX_FILE
-    if not path.is_file():
+    if not path.is_file() or (directory / _SINGLE_FILE).is_file():
         return None
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

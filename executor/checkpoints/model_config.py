@@ -31,6 +31,8 @@ class Family:
     qkv_bias, output_bias   True or False; None: the field `attention_bias` decides
     has_window              `sliding_window` applies to all layers
     layer_windows           `use_sliding_window` and `layer_types` choose the layers with a sliding window
+    mlp_bias                the field `mlp_bias` decides; without it, there is none
+    num_kv_heads            default of `num_key_value_heads`; None: as many as there are heads
     """
 
     qkv_bias: bool | None = None
@@ -38,14 +40,16 @@ class Family:
     qk_norm: bool = False
     has_window: bool = False
     layer_windows: bool = False
+    mlp_bias: bool = False
     head_dim: int | None = None
+    num_kv_heads: int | None = None
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, has_window=True),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, layer_windows=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, layer_windows=True, head_dim=128),
+    "LlamaForCausalLM": Family(mlp_bias=True),
+    "MistralForCausalLM": Family(qkv_bias=False, output_bias=False, has_window=True, num_kv_heads=8),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, layer_windows=True, num_kv_heads=32),
+    "Qwen3ForCausalLM": Family(qk_norm=True, layer_windows=True, head_dim=128, num_kv_heads=32),
 }
 
 _ARCHITECTURE_OF_MODEL_TYPE = {
@@ -138,7 +142,8 @@ def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
     _refuse_unsupported_fields(content)
     config = Fields(content)
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    absent = min(num_heads, family.num_kv_heads or num_heads)
+    num_kv_heads = config.nullable_size("num_key_value_heads", absent) or num_heads
     head_dim = config.size("head_dim", family.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{num_heads} heads cannot share {num_kv_heads} key-value heads")
@@ -159,7 +164,7 @@ def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
-        mlp_bias=config.flag("mlp_bias", False),
+        mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         windows=_windows(config, family, num_layers),
         rope=_rope(config, head_dim),

@@ -1,6 +1,7 @@
 """The command line: parses arguments, and calls the module that does the work."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +11,14 @@ from rich.console import Console
 
 from planning.settings import DeploymentSettings, SimulateSettings
 from quire.checksums import write_manifest
+from quire.cli import exit_codes
 from quire.cli.bench import app as bench_app
 from quire.cli.config_flags import flag_parameters, given, with_flags
 from quire.cli.connection_flags import connection_parameters, take_client
 from quire.cli.fleet import app as fleet_app
 from quire.cli.keys import app as keys_app
 from quire.cli.option_flags import given_options, option_parameters
-from quire.cli.outcome import reported
+from quire.cli.outcome import fail, reported
 from quire.cli.replicas import replicated_services
 from quire.cli.serve_output import lines_to
 from quire.cli.service_flags import (
@@ -59,6 +61,9 @@ app.add_typer(fleet_app, name="fleet")
 
 def main() -> None:
     """Runs the console script `quire`."""
+    # Python has no stream for a descriptor that was closed before its start; commands write to all of them.
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model's text may contain characters that the terminal's encoding lacks
             stream.reconfigure(errors="replace")
@@ -240,7 +245,9 @@ app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
 
 
 def _stdin_text() -> str:
-    """Returns standard input, without the newline at its end."""
+    """Returns standard input, without the newline at its end. Ends the command if it is closed."""
+    if sys.stdin is None:
+        fail("the prompt is missing, and standard input is closed", exit_codes.USAGE)
     return sys.stdin.read().removesuffix("\n")
 
 

@@ -6,9 +6,6 @@ import grpc.aio
 from quire.addresses import is_address
 from scheduler.core import ExecutorLost
 
-FILE = "file:"
-"""Beginning of an address that is in a file."""
-
 _MAX_CHARACTERS = 1024
 
 _OPTIONS = [

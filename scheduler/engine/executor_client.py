@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
+from quire.addresses import FILE
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
@@ -20,7 +21,7 @@ from quire.tls import watched_channel_credentials
 from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
-from scheduler.engine.executor_channel import FILE, address_in, open_channel
+from scheduler.engine.executor_channel import address_in, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -104,9 +104,13 @@ def _add(path: str, room: str, entry: dict[str, Any]) -> None:
 @contextmanager
 def _changing(path: str, *, create: bool = False) -> Iterator[dict[str, list[dict[str, Any]]]]:
     """Yields the entries and then replaces the file by them. Other processes that change the file wait meanwhile."""
-    target = Path(path).resolve()
     try:
-        with open(target.with_name(f"{target.name}.lock"), "a", opener=_private) as lock:
+        target = Path(path).resolve()
+        lock_file = target.with_name(f"{target.name}.lock")
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a directory that has no name
+        raise KeyFileError(f"cannot change {path}: {error}") from None
+    try:
+        with open(lock_file, "a", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             is_new = create and not target.exists()
             entries: dict[str, list[dict[str, Any]]] = {room: [] for room in _ROOMS} if is_new else _read(path)

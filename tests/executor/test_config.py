@@ -44,6 +44,8 @@ TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_
         ({"model": "m", "dtype": "int8"}, "dtype: must be one of auto, float32"),
         ({"model": "m", "kernels": "fast"}, "kernels: must be one of auto, reference"),
         ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),
+        ({"model": "m", "listen_address": "unix:"}, "listen_address: expected"),
+        ({"model": "m", "metrics_address": "unix:/tmp/x"}, "metrics_address: expected"),
         ({"model": "m", "listen_address": "localhost:99999"}, "listen_address: expected"),
         ({"model": "m", "listen_address": "0.0.0.0:1"}, "every host that reaches 0.0.0.0:1 could use this executor"),
         ({"model": "m", "listen_address": "[::]:1"}, "could use this executor"),

@@ -208,3 +208,35 @@ async def test_a_closed_async_client_refuses_calls(server: ScriptedServer) -> No
         client.generate("p")
     with pytest.raises(quire.RequestCancelledError, match="closed"):
         await client.server_info()
+
+
+def test_a_stream_that_its_client_cannot_use_is_cancelled_and_has_no_further_event(server: ScriptedServer) -> None:
+    server.script = endless  # of a server that does not know grammars
+    with quire.Client(server.address) as client:
+        events = client.generate("p", regex="a+")
+        with pytest.raises(quire.InternalError, match="grammar"):
+            next(events)
+        assert server.saw_cancellation()
+        assert list(events) == []
+
+
+async def test_an_async_stream_that_its_client_cannot_use_is_cancelled(server: ScriptedServer) -> None:
+    server.script = endless
+    async with quire.AsyncClient(server.address) as client:
+        events = client.generate("p", regex="a+")
+        with pytest.raises(quire.InternalError, match="grammar"):
+            await anext(events)
+        assert await asyncio.to_thread(server.saw_cancellation)
+        assert [event async for event in events] == []
+
+
+async def test_closing_the_client_ends_a_call_that_waits_for_its_answer() -> None:
+    """No task was cancelled, so the error is not CancelledError, which would pass for that."""
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    client = quire.AsyncClient(f"127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+    call = asyncio.create_task(client.server_info())
+    await asyncio.sleep(0.1)
+    await client.close()
+    with pytest.raises(quire.RequestCancelledError, match="closed"):
+        await asyncio.wait_for(call, 30)
+    silent.close()

@@ -6,6 +6,8 @@ import pytest
 
 from executor.checkpoints.checkpoint import locate
 from executor.errors import CheckpointError as ExecutorCheckpointError
+from planning.errors import PlanningError
+from planning.known_models import find_model
 from quire import model_path
 from quire.model_path import ModelNotFound, embedded_model, local_directory, resolved_model
 from scheduler.text.checkpoint import Checkpoint
@@ -34,6 +36,14 @@ def test_malformed_hub_ids_are_refused(model: str) -> None:
         Checkpoint.find(model)
     with pytest.raises(ExecutorCheckpointError, match="no such directory, and no hub id"):
         locate(model)
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "a" * 300, "a\0b"])
+def test_names_that_the_system_cannot_look_up_are_refused(model: str) -> None:
+    with pytest.raises(ModelNotFound):
+        local_directory(model)
+    with pytest.raises(PlanningError):
+        find_model(model)
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:

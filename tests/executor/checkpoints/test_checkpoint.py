@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from executor.checkpoints.checkpoint import Checkpoint, locate
+from executor.checkpoints.checkpoint import Checkpoint, locate, weight_files
 from executor.checkpoints.download import saying_progress
 from executor.errors import CheckpointError
 from tests.support.executor.checkpoints import make_checkpoint
@@ -217,6 +217,18 @@ def test_several_files_without_an_index_are_rejected(directory, make_runner) -> 
 @pytest.fixture
 def sharded(tmp_path) -> Path:
     return make_checkpoint("llama", tmp_path / "sharded", max_shard_size="100KB").directory
+
+
+def test_a_single_file_counts_beside_the_shards_of_another_save(sharded, directory, make_runner, tmp_path) -> None:
+    """Transformers loads it, too, whichever was saved later."""
+    for name in (*(path.name for path in sharded.glob("*.safetensors")), "model.safetensors.index.json"):
+        (directory / name).write_bytes((sharded / name).read_bytes())
+    before = weight_files(directory)
+    assert [path.name for path in before] == ["model.safetensors"]
+    for path in directory.glob("model-*.safetensors"):
+        path.unlink()
+    assert weight_files(directory) == before
+    assert make_runner(directory)
 
 
 def test_a_missing_shard_is_named(sharded, make_runner) -> None:

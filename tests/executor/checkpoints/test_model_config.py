@@ -7,6 +7,7 @@ import pytest
 from executor.checkpoints.model_config import parse_model_config
 from executor.checkpoints.rope import DefaultRope, DynamicNtkRope, LinearRope, Llama3Rope, LongRope, YarnRope
 from executor.errors import CheckpointError
+from planning.config_file import parse_model_shape
 from tests.support.executor.model_configs import BASE
 
 
@@ -39,6 +40,27 @@ def test_biases_depend_on_the_architecture_and_attention_bias(
 ) -> None:
     config = parse(architectures=[architecture], attention_bias=attention_bias)
     assert (config.qkv_bias, config.output_bias, config.qk_norm) == (qkv_bias, output_bias, qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "absent", "null"),
+    [("LlamaForCausalLM", 64, 64), ("MistralForCausalLM", 8, 64), ("Qwen2ForCausalLM", 32, 64)],
+)
+def test_the_number_of_kv_heads_has_the_default_of_the_class(architecture: str, absent: int, null: int) -> None:
+    """Transformers has the same. `quire plan` reads the field, too."""
+    fields = {"architectures": [architecture], "num_attention_heads": 64, "hidden_size": 1024}
+    for value, expected in ((..., absent), (None, null), (16, 16)):
+        changed = fields | {"num_key_value_heads": value}
+        content = {name: each for name, each in (BASE | changed).items() if each is not ...}
+        assert parse(**changed).num_kv_heads == parse_model_shape(content, "").num_kv_heads == expected
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_only_llama_reads_mlp_bias(architecture: str) -> None:
+    content = BASE | {"architectures": [architecture], "mlp_bias": True}
+    has_bias = architecture == "LlamaForCausalLM"
+    assert parse(**content).mlp_bias is has_bias
+    assert parse_model_shape(content, "").mlp_bias is has_bias
 
 
 def test_model_type_replaces_missing_architectures() -> None:

@@ -291,3 +291,18 @@ def test_two_grammars_are_a_violation(server: ScriptedServer) -> None:
     result = invoke("generate", "p", "--address", server.address, "--regex", "a", "--json-object")
     assert "structured_output" in result.stderr
     assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("generate <&-", "the prompt is missing, and standard input is closed"),
+        ("generate hello --address unix:/nowhere >&-", "failed to connect"),
+    ],
+)
+def test_closed_streams_are_no_bug(words: str, told: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m quire {words}"], capture_output=True, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr

@@ -92,3 +92,10 @@ def test_a_fleet_that_scales_itself_while_it_starts_is_ready_with_the_number_it_
     client = Client(1, target_ttft_ms=500.0, min_replicas=2, max_replicas=4)
     report = cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
     assert report["wanted"]["serving"] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "../x", ""])
+def test_a_name_that_no_fleet_can_have_is_refused(name: str) -> None:
+    result = CliRunner().invoke(cli.app, ["status", "--name", name])
+    assert result.exit_code == exit_codes.USAGE
+    assert "name must have at most 40" in result.output

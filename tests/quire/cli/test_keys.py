@@ -81,6 +81,21 @@ def test_the_admin_address_of_another_machine_has_to_be_named() -> None:
     assert "admin address of 192.0.2.1:50051 is not known" in result.output
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "[::1]:65536"])
+def test_a_port_that_does_not_exist_is_refused_before_a_key_is_sent(address: str) -> None:
+    """Another server may listen at the low 16 bits of the number, which gRPC would take."""
+    result = run("generate", "p", "--address", address)
+    assert result.exit_code == 2
+    assert "a port up to 65535" in result.output
+
+
+@pytest.mark.parametrize("name", ["/", "loop"])
+def test_a_key_file_that_cannot_exist_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    result = run("keys", "add", "x", "--role", "generate", "--file", str(tmp_path / name))
+    assert (result.exit_code, "cannot change" in result.output) == (2, True), result.output
+
+
 def test_unusable_files_are_reported(tmp_path: Path) -> None:
     result = run("generate", "p", "--ca", str(tmp_path / "absent.pem"))
     assert result.exit_code == 2
