@@ -12,7 +12,7 @@ from gateway.routing.choice import POLICIES
 from gateway.schedulers.schedulers import DEFAULT_MAX_WAIT_S, DEFAULT_MAX_WAITING, DEFAULT_POLICY
 from gateway.tools.formats import FORMATS
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort, is_local
+from quire.addresses import UNIX, is_address, is_local
 from quire.channel import DEFAULT_ADDRESS, Connection
 from quire.tls import TlsFiles
 from quire.tries import DEFAULT_RESUME_TIMEOUT_S
@@ -112,12 +112,11 @@ class GatewayConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         if self.tool_format is not None and self.tool_format not in FORMATS:
             raise ConfigError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
-        _check_address("listen", self.listen)
-        if self.grpc_listen is not None and not self.grpc_listen.startswith(UNIX):
-            _check_address("grpc_listen", self.grpc_listen)
+        _check_address("listen", self.listen, "host:port")
+        if self.grpc_listen is not None:
+            _check_address("grpc_listen", self.grpc_listen, "host:port or unix:path")
         for address in self.schedulers:
-            if not address.startswith(UNIX):
-                _check_address("scheduler", address)
+            _check_address("scheduler", address, "host:port or unix:path")
         if not self.schedulers or len(set(self.schedulers)) < len(self.schedulers):
             raise ConfigError("scheduler must be different addresses, at least one")
         if self.schedulers_file is not None and self.scheduler != DEFAULT_ADDRESS:
@@ -197,11 +196,9 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _check_address(name: str, address: str) -> None:
-    try:
-        HostPort.parse(address)
-    except AddressError:
-        raise ConfigError(f"{name} must be host:port, not {address!r}") from None
+def _check_address(name: str, address: str, expected: str) -> None:
+    if not is_address(address) or (address.startswith(UNIX) and UNIX not in expected):
+        raise ConfigError(f"{name} must be {expected}, not {address!r}")
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from aiohttp import web
+from aiohttp import web
 
 DISCARD_S = 2.0
 """Time for which the rest of a body is read after its request was answered."""
@@ -37,12 +35,12 @@ class UnreadBodies:
         if not response.prepared:
             await response.prepare(request)
         await response.write_eof()
-        with suppress(TimeoutError, OSError):
+        with suppress(TimeoutError, OSError, web.RequestPayloadError):
             async with asyncio.timeout(DISCARD_S):
                 while not request.content.at_eof():
                     async with self._turn:
                         await asyncio.sleep(1 / PIECES_PER_S)
                     await request.content.readany()
                     await asyncio.sleep(PAUSE_S)
-        if request.transport is not None and not request.content.is_eof():
-            request.transport.close()
+        if not request.content.is_eof():
+            request.protocol.force_close()  # aiohttp would read on if only the transport were closed

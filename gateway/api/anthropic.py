@@ -8,7 +8,7 @@ from gateway.api.anthropic_answer import MessageChunks, MessageCollector
 from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
-from gateway.api.messages import add_plain_tool, each_message
+from gateway.api.messages import CACHE_CONTROL, add_plain_tool, each_message
 from gateway.api.sampling import MAX_STOP, plain_request
 from gateway.api.sampling import NAMES as SAMPLING_NAMES
 from gateway.api.structured_output import add_output_format
@@ -27,13 +27,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
-    "cache_control": ({"type": "ephemeral"},),
+    **CACHE_CONTROL,
     "speed": ("standard",),
 }
 
-_CACHE_CONTROL: dict[str, tuple[Any, ...]] = {"cache_control": ({"type": "ephemeral"},)}
-_NEUTRAL_IN_TEXT = _CACHE_CONTROL | {"citations": ([],)}
-_NEUTRAL_IN_CALL = _CACHE_CONTROL | {"caller": ({"type": "direct"},)}
+_NEUTRAL_IN_TEXT = CACHE_CONTROL | {"citations": ([],)}
+_NEUTRAL_IN_CALL = CACHE_CONTROL | {"caller": ({"type": "direct"},)}
 """Blocks of answers have these fields, too, and clients send them back."""
 
 NAMES = (
@@ -55,6 +54,7 @@ def parse_message(body: object) -> ParsedRequest:
     fields = Fields(body)
     fields.raise_problems()
     fields.check_names(KNOWN | IGNORED, NEUTRAL)
+    model = fields.text("model", "") or ""
     request = plain_request(fields, "max_tokens")
     if (top_k := fields.integer("top_k")) is not None:
         request.sampling.top_k = top_k
@@ -78,7 +78,6 @@ def parse_message(body: object) -> ParsedRequest:
             return CallMessageCollector(head, stop, head.tools)
         return MessageCollector(head, stop)
 
-    model = fields.text("model", "") or ""
     return ParsedRequest(model, [request], names, "msg_", is_streamed, chunks, collector, tools=tools)
 
 
@@ -101,8 +100,8 @@ def token_count(response: tokenization_pb2.TokenizeResponse) -> dict[str, Any]:
 
 def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
     """Adds all that the prompt is rendered from."""
-    if "system" in fields:
-        chat.messages.add(role="system", content=_text_of(fields, "system"))
+    if "system" in fields and (system := _text_of(fields, "system")):
+        chat.messages.add(role="system", content=system)
     _add_messages(fields, chat)
     _add_thinking(fields, chat)
     return _add_tools(fields, chat)
@@ -128,6 +127,8 @@ def _add_messages(fields: Fields, chat: pb.ChatPrompt) -> None:
         role = message.get("role")
         if role not in ("user", "assistant"):
             message.add_problem("role", f"must be user or assistant, not {shown(role)}")
+        elif role == "user" and message.get("content") == []:
+            message.add_problem("content", "must have at least one block")
         elif isinstance(message.get("content"), list):
             _add_blocks(message, role, chat)
         else:
@@ -150,10 +151,10 @@ def _add_blocks(message: Fields, role: str, chat: pb.ChatPrompt) -> None:
                 block.check_names({"type", "id", "name", "input"}, _NEUTRAL_IN_CALL)
                 given = block.nested("input")
                 arguments = json.dumps({} if given is None else given.values)
-                call_id, name = block.required("id"), block.required("name")
+                call_id, name = block.required("id"), block.required_name()
                 calls.append(pb.ToolCall(id=call_id, name=name, arguments=arguments))
             case "tool_result", "user":
-                block.check_names({"type", "tool_use_id", "content", "is_error"}, _CACHE_CONTROL)
+                block.check_names({"type", "tool_use_id", "content", "is_error"}, CACHE_CONTROL)
                 block.flag("is_error")
                 result = _text_of(block, "content") if "content" in block else ""
                 chat.messages.add(role="tool", content=result, tool_call_id=block.required("tool_use_id"))
@@ -176,7 +177,7 @@ def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
     tools = []
     for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
         tool = Fields(value, f"tools[{i}].", fields.problems)
-        tool.check_names({"name", "description", "input_schema", "type", "strict"}, _CACHE_CONTROL)
+        tool.check_names({"name", "description", "input_schema", "type", "strict"}, CACHE_CONTROL)
         if tool.get("type") not in (None, "custom"):
             tool.add_problem("type", f'must be "custom", not {shown(tool.get("type"))}')
         tools.append(add_plain_tool(tool, "input_schema", chat))

@@ -60,11 +60,12 @@ def parse_chat(body: object) -> ParsedRequest:
     tools = add_tools(fields, request.chat)
     add_template_options(fields, request.chat)
     max_name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
-    if (max_tokens := fields.integer(max_name)) is not None:
+    bounds = {name: fields.integer(name) for name in ("max_tokens", "max_completion_tokens")}
+    if (max_tokens := bounds[max_name]) is not None:
         request.stopping.max_tokens = max_tokens
     has_logprobs = fields.flag("logprobs")
     num_top = fields.integer("top_logprobs")
-    if num_top is not None and not has_logprobs:
+    if num_top and not has_logprobs:
         fields.add_problem("top_logprobs", "is allowed only if logprobs is true")
     if has_logprobs:
         request.output.logprobs = num_top or 0

@@ -23,17 +23,23 @@ if TYPE_CHECKING:
 class CompletionOptions:
     """The parts of an answer that a request wants.
 
-    num_choices   sequences of each prompt
-    num_returned  with `best_of`: the best sequences of each prompt that are returned; None: all of them
-    has_text      False: no generated token is shown, only the prompt
+    num_choices     sequences of each prompt
+    num_returned    with `best_of`: the best sequences of each prompt that are returned; None: all of them
+    num_top         most probable tokens in `logprobs`; None: there are no `logprobs`
+    num_prompt_top  the same of `prompt_logprobs`
+    has_text        False: no generated token is shown, only the prompt
     """
 
     num_choices: int
     num_returned: int | None
-    has_logprobs: bool
-    has_prompt_logprobs: bool
+    num_top: int | None
+    num_prompt_top: int | None
     has_text: bool
     stream: StreamOptions
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.num_top is not None
 
 
 @dataclass(slots=True)
@@ -66,7 +72,7 @@ class _Answer:
         """Returns a choice; a new one begins with the echo of its prompt."""
         choice = self._choices.get((prompt, index))
         if choice is None:
-            choice = self._choices[prompt, index] = _Choice(LegacyLogprobs())
+            choice = self._choices[prompt, index] = _Choice(LegacyLogprobs(self._options.num_top))
             if self._prompts:
                 echoed = self._prompts[prompt]
                 choice.texts.append(echoed.text)
@@ -173,6 +179,6 @@ class CompletionCollector(_Answer):
             "logprobs": choice.logprobs.take() if self._options.has_logprobs else None,
             "finish_reason": choice.reason,
         }
-        if self._options.has_prompt_logprobs:
-            body["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs.get(prompt, ()))
+        if (num_top := self._options.num_prompt_top) is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs.get(prompt, ()), num_top)
         return body

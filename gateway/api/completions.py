@@ -47,7 +47,7 @@ def parse_completion(body: object) -> ParsedRequest:
         max_tokens = DEFAULT_MAX_TOKENS
     # A scheduler generates at least one token; that token is then left out of the answer.
     shared.stopping.max_tokens = max(1, max_tokens)
-    num_top = fields.integer("logprobs")
+    num_top, num_prompt_top = fields.integer("logprobs"), fields.integer("prompt_logprobs")
     num_returned = _check_number(fields, shared, stream)
     if num_returned is not None:
         names["sampling.n"] = "best_of"
@@ -55,7 +55,7 @@ def parse_completion(body: object) -> ParsedRequest:
         shared.output.logprobs = num_top
         shared.output.token_bytes = True
         if echo:
-            shared.output.prompt_logprobs = max(num_top, shared.output.prompt_logprobs)
+            shared.output.prompt_logprobs = max(num_top, num_prompt_top or 0)  # the answer has as many as each asks for
     elif num_returned is not None:
         shared.output.logprobs = 0  # to compare the sequences
     if stream.is_streamed and "prompt_logprobs" in fields:
@@ -65,8 +65,8 @@ def parse_completion(body: object) -> ParsedRequest:
     options = CompletionOptions(
         num_choices=shared.sampling.n or 1,
         num_returned=num_returned,
-        has_logprobs=num_top is not None,
-        has_prompt_logprobs="prompt_logprobs" in fields,
+        num_top=num_top,
+        num_prompt_top=num_prompt_top,
         has_text=max_tokens > 0,
         stream=stream,
     )

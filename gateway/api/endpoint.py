@@ -90,3 +90,9 @@ class ParsedRequest:
     echo: bool = False
     echo_logprobs: bool = field(default=False)
     tools: ToolUse | None = None
+
+    def names_of(self, i: int) -> Mapping[str, str]:
+        """Returns the names for errors of one request. They say which prompt it is if there are several."""
+        if len(self.requests) == 1:
+            return self.names
+        return {field: f"prompt[{i}]" if name == "prompt" else name for field, name in self.names.items()}

@@ -33,6 +33,7 @@ class ApiError(Exception):
     code           OpenAI's name for the problem; None if it has none
     param          the field of the request that has the problem
     retry_after_s  the delay before another try
+    allow          the methods that the path has
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -52,6 +54,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.allow = allow
 
     @property
     def body(self) -> dict[str, Any]:
@@ -63,6 +66,8 @@ class ApiError(Exception):
         """The headers of a response with this error."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        if self.allow is not None:
+            return {"Allow": self.allow}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
@@ -82,6 +87,12 @@ _FORMS: dict[type[QuireError], _Form] = {
     DeadlineExceededError: _Form(504, "timeout_error", "timeout"),
 }
 _BUG = _Form(500, "server_error", "internal_error")
+
+
+def unavailable(message: str) -> ApiError:
+    """Returns the error of a request that this gateway cannot serve now."""
+    form = _FORMS[UnavailableError]
+    return ApiError(message, status=form.status, kind=form.kind, code=form.code, retry_after_s=1)
 
 
 def from_quire_error(error: QuireError, names: Mapping[str, str]) -> ApiError:

@@ -75,12 +75,10 @@ class Fields:
         neutral  fields that are not supported, with the values that mean the same as leaving them out
         """
         neutral = neutral or {}
-        num_most = len(known) + len(neutral) + MAX_PROBLEMS
-        for name in islice(self.values, num_most):
-            if name in known or self.values[name] is None:
-                continue
+        others = (name for name, value in self.values.items() if name not in known and value is not None)
+        for name in islice(others, len(neutral) + MAX_PROBLEMS):
             if name not in neutral:
-                self.add_problem(name[:MAX_SHOWN], "is not a field of this API")
+                self.add_problem(name[:MAX_SHOWN] or '""', "is not a field of this API")
             elif not any(_is_same(self.values[name], value) for value in neutral[name]):
                 self.add_problem(
                     name, "is not supported" + (f", except {_list(neutral[name])}" if neutral[name] else "")
@@ -109,6 +107,13 @@ class Fields:
         if name not in self:
             self.add_problem(name, "must be given")
         return self.text(name) or ""
+
+    def required_name(self) -> str:
+        """Returns the string of the field `name`, which must be present and not empty."""
+        name = self.required("name")
+        if not name:
+            self.add_problem("name", "must not be empty")
+        return name
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
@@ -250,7 +255,9 @@ def _is_finite(value: float) -> bool:
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """True and 1 are equal in Python, but not here."""
+    """Compares without the null entries of an object. True and 1 are equal in Python, but not here."""
+    if isinstance(value, dict):
+        value = {name: entry for name, entry in value.items() if entry is not None}
     return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
 
 

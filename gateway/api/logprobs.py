@@ -24,16 +24,25 @@ def chat_logprobs(tokens: Iterable[pb.TokenLogprobs]) -> list[dict[str, Any]]:
     return [_entry(each.chosen) | {"top_logprobs": [_entry(top) for top in each.top]} for each in tokens]
 
 
-def prompt_logprobs(tokens: Iterable[pb.TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """Returns vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each."""
-    entries = [{str(token.token_id): _vllm_entry(token) for token in (each.chosen, *each.top)} for each in tokens]
+def prompt_logprobs(tokens: Iterable[pb.TokenLogprobs], num_top: int | None = None) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each.
+
+    num_top  most probable tokens of each, beside the token itself; None: all that are there
+    """
+    entries = [
+        {str(token.token_id): _vllm_entry(token) for token in (each.chosen, *each.top[:num_top])} for each in tokens
+    ]
     return [None, *entries]
 
 
 class LegacyLogprobs:
-    """The `logprobs` of one choice of a completion: four lists with an entry for each token."""
+    """The `logprobs` of one choice of a completion: four lists with an entry for each token.
 
-    def __init__(self) -> None:
+    num_top  most probable tokens of each, beside the token itself; None: all that are there
+    """
+
+    def __init__(self, num_top: int | None = None) -> None:
+        self._num_top = num_top
         self._offset = 0  # below 0 within characters of tokens that the text does not have
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._start()
@@ -54,7 +63,10 @@ class LegacyLogprobs:
         """
         shown, rest = text.encode(), b"".join(each.chosen.bytes for each in others)
         if shown.endswith(rest):
-            self._add(first_token, None, None, len(self._utf8.decode(shown[: len(shown) - len(rest)])))
+            first = shown[: len(shown) - len(rest)]
+            if "\ufffd" in first_token and first:  # a part of a character
+                first_token = token_text(first)
+            self._add(first_token, None, None, len(self._utf8.decode(first)))
         elif rest.lstrip(b" ") == shown.lstrip(b" "):
             self._add(first_token, None, None, len(shown) - len(rest))
         else:
@@ -65,7 +77,7 @@ class LegacyLogprobs:
 
     def add(self, tokens: Iterable[pb.TokenLogprobs]) -> None:
         for each in tokens:
-            top = {token_text(token.bytes): _finite(token.logprob) for token in each.top}
+            top = {token_text(token.bytes): _finite(token.logprob) for token in each.top[: self._num_top]}
             text = token_text(each.chosen.bytes)
             top.setdefault(text, _finite(each.chosen.logprob))
             num_characters = len(self._utf8.decode(each.chosen.bytes))  # a part of a character has none yet

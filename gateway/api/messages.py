@@ -15,7 +15,10 @@ MAX_TEMPLATE_ARGUMENTS = 64
 """Most variables of the chat template; a scheduler allows only those that its operator has named."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-_NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
+CACHE_CONTROL: dict[str, tuple[Any, ...]] = {
+    "cache_control": tuple({"type": "ephemeral"} | ttl for ttl in ({}, {"ttl": "5m"}, {"ttl": "1h"}))
+}
+_NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],)} | CACHE_CONTROL
 
 _KNOWN = {
     "system": {"role", "content", "name"},
@@ -81,7 +84,7 @@ def _add_call(call: Fields, added: pb.ToolCall) -> None:
     if not added.name:
         function.add_problem("name", "must be given")
     arguments = function.text("arguments") or "{}"
-    if not _is_object(arguments):
+    if not is_json_object(arguments):
         function.add_problem("arguments", "must be a JSON object, as a string")
     added.arguments = arguments
 
@@ -101,7 +104,7 @@ def add_plain_tool(tool: Fields, parameters: str, chat: pb.ChatPrompt) -> Tool:
     parameters  the field of its schema
     """
     schema = tool.nested(parameters)
-    name = tool.required("name")
+    name = tool.required_name()
     function = {
         "name": name,
         "description": tool.text("description") or "",
@@ -144,7 +147,7 @@ def add_template_options(fields: Fields, chat: pb.ChatPrompt) -> None:
         chat.continue_final_message = True
 
 
-def _is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
-from gateway.api.fields import Fields, shown
+from gateway.api.fields import MAX_SHOWN, Fields, shown
 from gateway.api.json_values import is_writable
-from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool
+from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool, is_json_object
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.responses_calls import CallResponseChunks, CallResponseCollector
 from gateway.api.sampling import NAMES, plain_request
@@ -26,7 +26,7 @@ IGNORED = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
-    "reasoning": ({}, {"effort": None, "summary": None}),
+    "reasoning": ({},),
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -62,11 +62,12 @@ def parse_response(body: object) -> ParsedRequest:
     fields = Fields(body)
     fields.raise_problems()
     fields.check_names(KNOWN | IGNORED, NEUTRAL)
+    model = fields.text("model", "") or ""
     request = plain_request(fields, "max_output_tokens")
     has_logprobs = _add_logprobs(fields, request)
     names = _NAMES | _add_text(fields, request)
     fields.flag("store")  # nothing is stored, whatever it says
-    if (instructions := fields.text("instructions")) is not None:
+    if instructions := fields.text("instructions"):
         request.chat.messages.add(role="system", content=instructions)
     _add_input(fields, request.chat)
     tools = _add_tools(fields, request.chat)
@@ -79,7 +80,7 @@ def parse_response(body: object) -> ParsedRequest:
         repeated={
             "instructions": instructions,
             "max_output_tokens": fields.get("max_output_tokens"),
-            "metadata": fields.few_entries("metadata", MAX_METADATA),
+            "metadata": _metadata(fields),
             "safety_identifier": fields.text("safety_identifier"),
             "prompt_cache_key": fields.text("prompt_cache_key"),
             "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
@@ -109,8 +110,14 @@ def parse_response(body: object) -> ParsedRequest:
             return CallResponseCollector(head, settings, head.tools)
         return ResponseCollector(head, settings)
 
-    model = fields.text("model", "") or ""
     return ParsedRequest(model, [request], names, "resp_", is_streamed, chunks, collector, tools=tools)
+
+
+def _metadata(fields: Fields) -> dict[str, str]:
+    entries = fields.few_entries("metadata", MAX_METADATA).items()
+    return {
+        name: fields.check_text(f"metadata.{name[:MAX_SHOWN]}", value) for name, value in entries if value is not None
+    }
 
 
 def _add_logprobs(fields: Fields, request: pb.GenerateRequest) -> bool:
@@ -169,9 +176,10 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
             chat.messages.add(role="system" if role == "developer" else role, content=_content(item, "content"))
         case "function_call":
             item.check_names({"type", "call_id", "name", "arguments", "id"}, _STATUS)
-            call = pb.ToolCall(
-                id=item.required("call_id"), name=item.required("name"), arguments=item.text("arguments") or "{}"
-            )
+            arguments = item.text("arguments") or "{}"
+            if not is_json_object(arguments):
+                item.add_problem("arguments", "must be a JSON object, as a string")
+            call = pb.ToolCall(id=item.required("call_id"), name=item.required_name(), arguments=arguments)
             if not (chat.messages and chat.messages[-1].role == "assistant"):
                 chat.messages.add(role="assistant")
             chat.messages[-1].tool_calls.append(call)

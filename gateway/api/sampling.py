@@ -164,5 +164,6 @@ class StreamOptions:
         options.check_names({"include_usage", "continuous_usage_stats", "include_obfuscation"})
         if not self.is_streamed:
             fields.add_problem("stream_options", "is allowed only with stream")
+        options.flag("include_obfuscation")
         self.has_usage = options.flag("include_usage")
-        self.has_usage_always = self.has_usage and options.flag("continuous_usage_stats")
+        self.has_usage_always = options.flag("continuous_usage_stats") and self.has_usage

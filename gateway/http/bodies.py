@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from gateway.api.errors import ApiError
+from gateway.api.errors import ApiError, unavailable
 from gateway.api.json_values import MAX_JSON_DEPTH, is_deep
 from gateway.http.parsing_turns import ParsingTurns
 
@@ -43,6 +43,9 @@ _MAX_SHARE = 0.1
 MAX_JSON_MARKS = 250_000
 """Most commas, colons and opening brackets of a body, those in strings included. A prompt of 200,000 ids has fewer."""
 
+_ENCODINGS = ("identity", "gzip", "deflate", "br", "zstd")
+"""Encodings that aiohttp decodes. It refuses the last two itself where it lacks the packages for them."""
+
 _MARKS = (b",", b":", b"{", b"[")
 
 
@@ -62,6 +65,8 @@ class RequestBodies:
         if request.content_type != "application/json":
             # A form of a web site can send other types without asking the server first.
             raise ApiError("the Content-Type must be application/json", status=415)
+        if ", ".join(request.headers.getall("Content-Encoding", ["identity"])).lower() not in _ENCODINGS:
+            raise ApiError("the Content-Encoding must be identity, gzip or deflate", status=415)
         if request.content_length is not None and request.content_length > self._max_bytes:
             raise self._too_large()
         address = request.remote or ""
@@ -101,9 +106,7 @@ class RequestBodies:
             self._num_held_bytes[address] + num_bytes > MAX_HELD_BYTES_OF_AN_ADDRESS
             or self._num_held_bytes.total() + num_bytes > MAX_HELD_BYTES
         ):
-            raise ApiError(
-                "too many bodies are arriving", status=503, kind="service_unavailable_error", retry_after_s=1
-            )
+            raise unavailable("too many bodies are arriving")
         self._num_held_bytes[address] += num_bytes
 
     def _too_large(self) -> ApiError:

@@ -7,14 +7,13 @@ import logging
 import time
 import uuid
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Chunks, EchoedPrompt, Head, ParsedRequest
-from gateway.api.errors import ApiError, from_quire_error
-from gateway.api.tokens import NAMES
+from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.http.model_tools import prepare
 from gateway.http.readers import Reader, SlowReaders
 from gateway.schedulers.stream import Caller, GenerationStream
@@ -111,11 +110,12 @@ class GenerationHandler:
             for i, each in enumerate(parsed.requests):
                 if not each.request_id:
                     each.request_id = head.id if len(parsed.requests) == 1 else f"{head.id}-{i}"
-                streams.append(await self._schedulers.open(each, caller))
+                with _errors_of(parsed, i):
+                    streams.append(await self._schedulers.open(each, caller))
             if parsed.is_streamed:
                 return await self._stream(request, parsed, head, echoes, streams, began_s)
             collector = parsed.collector(head, echoes)
-            async for i, messages in _merged(streams):
+            async for i, messages in _merged(parsed, streams):
                 for message in messages:
                     collector.add(i, message)
             return web.json_response(text=to_json(collector.body()), headers={"X-Request-Id": head.id})
@@ -135,11 +135,13 @@ class GenerationHandler:
         """Writes the events. Errors before the first message are raised; later ones become an event."""
         chunks = parsed.chunks(head, echoes)
         response = web.StreamResponse(headers=EVENT_HEADERS | {"X-Request-Id": head.id})
+        if request.version < HttpVersion11:  # it has no chunks, so only the end of the connection ends the answer
+            response.force_close()
         reader = Reader(request, response)
         has_text = False
         self._readers.add(reader)
         try:
-            async for i, messages in _merged(streams):
+            async for i, messages in _merged(parsed, streams):
                 if not response.prepared:
                     await response.prepare(request)
                 if text := "".join([chunks.encode(i, message) for message in messages]):
@@ -168,40 +170,36 @@ class GenerationHandler:
         return response
 
     async def _echoes(self, parsed: ParsedRequest, caller: Caller) -> list[EchoedPrompt]:
-        return await asyncio.gather(*(self._echo(parsed, each, caller) for each in parsed.requests))
+        return await asyncio.gather(*(self._echo(parsed, i, caller) for i in range(len(parsed.requests))))
 
-    async def _echo(self, parsed: ParsedRequest, request: pb.GenerateRequest, caller: Caller) -> EchoedPrompt:
+    async def _echo(self, parsed: ParsedRequest, i: int, caller: Caller) -> EchoedPrompt:
         """Returns the text of a prompt. With log-probabilities, a text is replaced by its token ids.
 
         Log-probabilities begin with the second token, so the text of the first one is asked for.
         """
+        request = parsed.requests[i]
         text = request.text if request.HasField("text") else None
         if text is not None and not parsed.echo_logprobs:
             return EchoedPrompt(text)
-        if text is not None:
-            wanted = tokenization_pb2.TokenizeRequest(text=text)
-            tokenized = await self._tokenization("Tokenize", wanted, caller)
-            request.token_ids.ids.extend(tokenized.token_ids)
-        ids = list(request.token_ids.ids)
-        if text is None:
-            wanted_text = tokenization_pb2.DetokenizeRequest(token_ids=ids)
-            text = (await self._tokenization("Detokenize", wanted_text, caller)).text
-        if not parsed.echo_logprobs or not ids:
-            return EchoedPrompt(text)
-        first = tokenization_pb2.DetokenizeRequest(token_ids=ids[:1])
-        return EchoedPrompt(text, (await self._tokenization("Detokenize", first, caller)).text)
+        with _errors_of(parsed, i):
+            if text is not None:
+                wanted = tokenization_pb2.TokenizeRequest(text=text)
+                tokenized = await self._schedulers.tokenization("Tokenize", wanted, caller.authorization)
+                request.token_ids.ids.extend(tokenized.token_ids)
+            ids = list(request.token_ids.ids)
+            if text is None:
+                text = await self._text(ids, caller)
+            return EchoedPrompt(text, await self._text(ids[:1], caller) if parsed.echo_logprobs and ids else None)
 
-    async def _tokenization(self, method: str, request: Any, caller: Caller) -> Any:
-        try:
-            return await self._schedulers.tokenization(method, request, caller.authorization)
-        except QuireError as error:
-            raise from_quire_error(error, NAMES | {"token_ids": "prompt"}) from None
+    async def _text(self, ids: list[int], caller: Caller) -> str:
+        wanted = tokenization_pb2.DetokenizeRequest(token_ids=ids)
+        return str((await self._schedulers.tokenization("Detokenize", wanted, caller.authorization)).text)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Counts a request while it is open. Raises ApiError if it cannot be served now."""
         if self._is_draining:
-            raise ApiError("the gateway is ending", status=503, kind="service_unavailable_error", retry_after_s=1)
+            raise unavailable("the gateway is ending")
         if self._num_open >= self._max_open:
             message = f"{self._max_open} requests are open"
             raise ApiError(message, status=429, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=1)
@@ -268,7 +266,18 @@ def authorization_of(request: web.Request) -> str:
     return authorization
 
 
-async def _merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[int, list[pb.GenerateResponse]]]:
+@contextmanager
+def _errors_of(parsed: ParsedRequest, i: int) -> Iterator[None]:
+    """Turns a QuireError about one of several requests into an ApiError."""
+    try:
+        yield
+    except QuireError as error:
+        raise from_quire_error(error, parsed.names_of(i)) from None
+
+
+async def _merged(
+    parsed: ParsedRequest, streams: Sequence[GenerationStream]
+) -> AsyncIterator[tuple[int, list[pb.GenerateResponse]]]:
     """Yields the index of a stream and its messages, whichever arrive first. Raises the error of the first failure."""
     if len(streams) == 1:
         while (messages := await streams[0].next()) is not None:
@@ -280,7 +289,9 @@ async def _merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[in
             done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 i = reading.pop(task)
-                if (messages := task.result()) is not None:
+                with _errors_of(parsed, i):
+                    messages = task.result()
+                if messages is not None:
                     reading[asyncio.ensure_future(streams[i].next())] = i
                     yield i, messages
     finally:

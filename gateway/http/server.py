@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.anthropic import parse_message
 from gateway.api.anthropic_answer import error_body as anthropic_error
@@ -114,6 +115,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listens and serves. Raises AddressInUse or AddressUnusable."""
+        logging.getLogger("aiohttp.server").addFilter(_lower_bad_request)
         await self._runner.setup()
         server = self._runner.server
         if server is None:
@@ -170,17 +172,17 @@ class GatewayServer:
         async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
             self._silent.pop(request.protocol, None)
             resource = request.match_info.route.resource
-            path = "unknown" if resource is None else resource.canonical
+            path = _known_path(request) if resource is None else resource.canonical
             try:
                 response = await self._guarded(request, handler)
             except ApiError as error:
-                response = _error_response(error, path)
+                response = _error_response(error, request.path)
             except ConnectionError:
                 raise
             except Exception:
                 log.exception("a request failed because of a bug")
                 bug = from_quire_error(InternalError("internal error; see the gateway's log"), {})
-                response = _error_response(bug, path)
+                response = _error_response(bug, request.path)
             self.metrics.requests.labels(path, str(response.status)).inc()
             await self._unread_bodies.discard(request, response)
             return response
@@ -195,7 +197,20 @@ class GatewayServer:
             return await handler(request)
         except web.HTTPException as error:
             message = f"{error.reason} ({request.method} {request.path[:200]})"
-            raise ApiError(message, status=error.status) from None
+            raise ApiError(message, status=error.status, allow=error.headers.get("Allow")) from None
+
+
+def _lower_bad_request(record: logging.LogRecord) -> bool:
+    """Turns an error with a traceback about a request that aiohttp cannot parse into a line for debugging.
+
+    Returns whether the line is logged.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, HttpProcessingError):
+        return True
+    record.msg, record.args, record.exc_info = "%s: %s", (record.getMessage(), error.message), None
+    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+    return log.isEnabledFor(logging.DEBUG)
 
 
 def _has_no_transport(protocol: asyncio.Protocol) -> bool:
@@ -211,6 +226,12 @@ class _Refusal(asyncio.Protocol):
         cast("asyncio.Transport", transport).abort()
 
 
+def _known_path(request: web.Request) -> str:
+    """Returns the path of a request without a route if other methods have one; else "unknown": clients invent paths."""
+    known = {resource.canonical for resource in request.app.router.resources()}
+    return request.path if request.path in known else "unknown"
+
+
 def _error_response(error: ApiError, path: str) -> web.Response:
-    body = anthropic_error(error) if path in (MESSAGES, COUNT_TOKENS) else error.body
+    body = anthropic_error(error) if f"{path}/".startswith(f"{MESSAGES}/") else error.body
     return web.json_response(body, status=error.status, headers=error.headers)

@@ -16,6 +16,8 @@ from gateway.config import ConfigError, GatewayConfig
         {"scheduler": "a:1", "schedulers_file": "schedulers"},
         {"schedulers_file": 7},
         {"listen": "unix:/tmp/x"},
+        {"grpc_listen": "unix:"},
+        {"scheduler": "unix:"},
         {"listen": "8000"},
         {"max_body_bytes": 2**22},
         {"max_body_bytes": 0},

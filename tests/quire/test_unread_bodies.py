@@ -80,6 +80,16 @@ async def test_bodies_are_read_slowly(
         writer.transport.abort()
 
 
+async def test_a_body_that_is_not_compressed_as_it_says_is_no_error_of_the_server(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 7\r\n\r\ngarbage")
+    assert (await reader.read()).endswith(b"too large\n"), "and the connection is closed"
+    writer.close()
+    assert not caplog.records
+
+
 async def test_a_body_without_an_end_ends_the_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 0.01, 3600.0, 1e9)
     _, writer = await send_large_body(port)

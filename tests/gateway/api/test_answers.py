@@ -80,8 +80,8 @@ def test_prompt_logprobs_as_in_vllm() -> None:
     first = {"logprob": -0.5, "rank": 1, "decoded_token": "<7>"}
     other = {"logprob": -1.5, "rank": 2, "decoded_token": "bytes:\\xe2\\x80"}
     for parsed, is_chat in (
-        (chat(stream=False, prompt_logprobs=1), True),
-        (parse_completion({"prompt": "a", "prompt_logprobs": 1}), False),
+        (chat(stream=False, prompt_logprobs=2), True),
+        (parse_completion({"prompt": "a", "prompt_logprobs": 2}), False),
     ):
         collector = parsed.collector(HEAD, ())
         for message in (started(), prompt, delta(0, "a", 1), finished(0, 1)):
@@ -89,6 +89,26 @@ def test_prompt_logprobs_as_in_vllm() -> None:
         body = collector.body()
         holder = body if is_chat else body["choices"][0]
         assert holder["prompt_logprobs"] == [None, {"7": first, "999": other}]
+
+
+@pytest.mark.parametrize(("num_top", "num_prompt_top"), [(0, 2), (1, 2), (2, 0), (2, 1)])
+def test_an_echo_with_both_kinds_of_logprobs_has_as_many_tokens_as_each_asks_for(
+    num_top: int, num_prompt_top: int
+) -> None:
+    """The scheduler is asked for the larger number. The token of the prompt itself is not among the most probable."""
+    parsed = parse_completion({"prompt": "ab", "echo": True, "logprobs": num_top, "prompt_logprobs": num_prompt_top})
+    (request,) = parsed.requests
+    assert request.output.prompt_logprobs == 2
+    token = pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=7, logprob=-9, bytes=b"b"))
+    token.top.add(token_id=1, logprob=-1, bytes=b"c")
+    token.top.add(token_id=2, logprob=-2, bytes=b"d")
+    collector = parsed.collector(HEAD, [EchoedPrompt("ab", "a")])
+    prompt = pb.PromptLogprobs(first_position=1, tokens=[token])
+    for message in (started(), pb.GenerateResponse(prompt_logprobs=prompt), finished(0, 0)):
+        collector.add(0, message)
+    (choice,) = collector.body()["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][1]) == [*["c", "d"][:num_top], "b"]
+    assert list(choice["prompt_logprobs"][1]) == ["7", *["1", "2"][:num_prompt_top]]
 
 
 def test_log_probabilities_that_json_cannot_express() -> None:
@@ -116,21 +136,24 @@ def test_offsets_of_streamed_choices_go_on_after_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "first", "others", "offsets"),
+    ("text", "first", "others", "offsets", "shown"),
     [
         # Sentencepiece writes a space before the first word, which the text does not have.
-        ("Hi you", "<s>", [b" Hi", b" you"], [0, 0, 2]),
-        (" Hi you", "<s>", [b" ", b" Hi", b" you"], [0, 0, 0, 3]),
-        ("<s> Hi you", "<s>", [b" Hi", b" you"], [0, 3, 6]),
-        ("Hi you", "Hi", [b" you"], [0, 2]),
+        ("Hi you", "<s>", [b" Hi", b" you"], [0, 0, 2], "<s>"),
+        (" Hi you", "<s>", [b" ", b" Hi", b" you"], [0, 0, 0, 3], "<s>"),
+        ("<s> Hi you", "<s>", [b" Hi", b" you"], [0, 3, 6], "<s>"),
+        ("Hi you", "Hi", [b" you"], [0, 2], "Hi"),
         # The first token is a part of the first character.
-        ("😀 hi", "�", [b"\x9f", b"\x98\x80", b" hi"], [0, 0, 0, 1]),
-        ("é", "�", [b"\xa9"], [0, 0]),
+        ("😀 hi", "�", [b"\x9f", b"\x98\x80", b" hi"], [0, 0, 0, 1], r"bytes:\xf0"),
+        (" é", " �", [b"\xa9"], [0, 1], r"bytes:\x20\xc3"),
+        ("� hi", "�", [b" hi"], [0, 1], "�"),
         # The bytes are not those of the text.
-        ("Hi you", "hi", [b"##you"], [0, 0]),
+        ("Hi you", "hi", [b"##you"], [0, 0], "hi"),
     ],
 )
-def test_text_offsets_of_an_echoed_prompt(text: str, first: str, others: list[bytes], offsets: list[int]) -> None:
+def test_text_offsets_of_an_echoed_prompt(
+    text: str, first: str, others: list[bytes], offsets: list[int], shown: str
+) -> None:
     """Those of the generated tokens begin where the prompt ends, in any case."""
     parsed = parse_completion({"prompt": text, "echo": True, "logprobs": 0})
     collector = parsed.collector(HEAD, [EchoedPrompt(text, first)])
@@ -143,7 +166,7 @@ def test_text_offsets_of_an_echoed_prompt(text: str, first: str, others: list[by
     ):
         collector.add(0, message)
     found = collector.body()["choices"][0]["logprobs"]
-    assert found["tokens"][0] == first
+    assert found["tokens"][0] == shown
     assert found["text_offset"] == [*offsets, len(text), len(text) + 1]
 
 

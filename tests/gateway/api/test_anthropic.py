@@ -16,6 +16,8 @@ from quire.v1 import generation_pb2 as pb
 
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
 
 
 def parse(**fields: Any) -> pb.GenerateRequest:
@@ -94,6 +96,8 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
         ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "assistant", "content": [CALL | {"name": ""}]}]}, "messages[1].content[0].name"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
@@ -104,6 +108,7 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
         ({"stop_sequences": [5]}, "stop_sequences[0]"),
         ({"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type"),
         ({"tools": [{}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type"),
@@ -130,6 +135,19 @@ def test_values_that_change_nothing_are_accepted() -> None:
     for name, values in NEUTRAL.items():
         for value in values:
             assert parse(**{name: value}) == parse()
+    assert parse(cache_control={"type": "ephemeral", "ttl": None}) == parse()
+
+
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_prompt_is_no_message(system: object) -> None:
+    assert parse(system=system) == parse()
+
+
+@pytest.mark.parametrize("ttl", ["5m", "1h", None])
+def test_how_long_a_prompt_is_cached_changes_nothing(ttl: str | None) -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+    content = [{"type": "text", "text": "hi"} | cached]
+    assert parse(messages=[{"role": "user", "content": content}], tools=[TOOL | cached]) == parse(tools=[TOOL])
 
 
 def test_thinking_is_a_variable_of_the_template() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.api.anthropic import parse_message
+from gateway.api.anthropic import parse_count, parse_message
 from gateway.api.chat import parse_chat
+from gateway.api.completions import parse_completion
 from gateway.api.errors import ApiError
 from gateway.api.fields import MAX_PROBLEMS
 from gateway.api.responses import parse_response
@@ -57,6 +58,38 @@ def test_a_list_with_very_many_bad_items_has_a_short_error(
     assert raised.value.message.count("; ") < MAX_PROBLEMS
     assert len(raised.value.message) < 3000
     assert items.num_read <= MAX_PROBLEMS + 1
+
+
+@pytest.mark.parametrize(
+    ("parse", "body"),
+    [
+        (parse_chat, {"messages": MESSAGES}),
+        (parse_completion, {"prompt": "x"}),
+        (parse_response, {"input": "x"}),
+        (parse_message, {"max_tokens": 1, "messages": MESSAGES}),
+        (parse_count, {"messages": MESSAGES}),
+    ],
+)
+@pytest.mark.parametrize("model", [5, ["x"], {"a": 1}, False, "\ud800"])
+def test_the_model_has_to_be_a_text(parse: Any, body: dict[str, Any], model: object) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse(body | {"model": model})
+    assert raised.value.param == "model"
+
+
+def test_an_unknown_field_is_found_behind_any_number_of_null_fields() -> None:
+    nulls = dict.fromkeys(f"field{i}" for i in range(1000))
+    parse_chat({"messages": MESSAGES} | nulls)
+    with pytest.raises(ApiError) as raised:
+        parse_chat(nulls | {"messages": MESSAGES, "temprature": 1})
+    assert raised.value.param == "temprature"
+
+
+def test_an_unknown_field_without_a_name_is_named_too() -> None:
+    with pytest.raises(ApiError) as raised:
+        parse_chat({"messages": MESSAGES, "": 1})
+    assert raised.value.param == '""'
+    assert raised.value.message.startswith('"": ')
 
 
 def test_problems_of_objects_count_too() -> None:

@@ -108,6 +108,10 @@ def test_absent_fields_stay_absent_so_that_the_checkpoint_decides() -> None:
         assert not request.HasField("priority")
 
 
+def test_no_top_logprobs_need_no_logprobs() -> None:
+    assert chat(top_logprobs=0) == chat()
+
+
 def test_every_known_field_is_in_these_tables() -> None:
     shared = {name for fields, _, _ in SHARED for name in fields}
     others = {"model", "stream", "stream_options"}
@@ -194,12 +198,15 @@ def test_wrong_types_are_refused_with_the_name_of_the_field(name: str) -> None:
     ("fields", "param"),
     [
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": "abc", "max_completion_tokens": 1}, "max_tokens"),
         ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": "5"}, "top_logprobs"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+        ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options.include_obfuscation"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"reasoning_effort": 5}, "reasoning_effort"),

@@ -11,6 +11,9 @@ from quire.v1 import generation_pb2 as pb
 
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
 
+USER = {"role": "user", "content": "hi"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
 
 def parse(**fields: Any) -> pb.GenerateRequest:
     (request,) = parse_response({"input": "hi"} | fields).requests
@@ -77,6 +80,9 @@ def test_a_conversation_becomes_a_chat() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [USER, CALL, CALL | {"arguments": "[]"}]}, "input[2].arguments"),
+        ({"input": [USER, CALL | {"arguments": '{"x": '}]}, "input[1].arguments"),
+        ({"input": [USER, CALL | {"name": ""}]}, "input[1].name"),
         ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
         ({"input": [{"role": "assistant", "content": "x", "phase": "encore"}]}, "input[0].phase"),
         ({"input": [{"role": "user", "content": "x"}] * 1025}, "input"),
@@ -92,6 +98,9 @@ def test_a_conversation_becomes_a_chat() -> None:
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"metadata": 5}, "metadata"),
+        ({"metadata": {"a": "b", "c": 1}}, "metadata.c"),
+        ({"metadata": {"a": ["x"]}}, "metadata.a"),
+        ({"metadata": {"a": "\ud800"}}, "metadata.a"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
@@ -113,12 +122,20 @@ def test_values_that_change_nothing_are_accepted() -> None:
     assert parse(user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"]) == parse()
 
 
+def test_a_null_within_an_object_is_an_absent_field() -> None:
+    assert parse(reasoning={"effort": None}) == parse(reasoning={"effort": None, "summary": None}) == parse()
+    assert parse(metadata={"a": None}) == parse()
+
+
+def test_empty_instructions_are_no_message() -> None:
+    assert parse(instructions="") == parse()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"include": [{}]}, "include[0]"),
-        ({"metadata": {"a": "\ud800"}}, "metadata"),
-        ({"metadata": {"a": float("nan")}}, "metadata"),
+        ({"metadata": {"\ud800": "a"}}, "metadata"),
         ({"tools": [TOOL | {"parameters": {"type": "object", "x": float("inf")}}]}, "tools"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
 from gateway.api.errors import ApiError
 from gateway.api.fields import MAX_ITEMS
@@ -24,6 +25,18 @@ async def test_a_body_that_is_not_compressed_as_it_says(caplog: pytest.LogCaptur
                 if status == 400:
                     assert (await response.json())["error"]["type"] == "invalid_request_error"
     assert not [each for each in caplog.records if each.name.startswith(("gateway", "aiohttp")) and each.exc_info]
+
+
+@pytest.mark.parametrize(
+    ("encodings", "status"), [(["identity"], 200), (["foo"], 415), (["gzip, gzip"], 415), (["foo", "identity"], 415)]
+)
+async def test_a_body_in_an_unknown_encoding_is_refused(encodings: list[str], status: int) -> None:
+    headers = [("Content-Type", "application/json"), *(("Content-Encoding", each) for each in encodings)]
+    async with Rig() as rig:
+        async with rig.http.post("/v1/chat/completions", data=json.dumps(CHAT), headers=headers) as response:
+            body = await response.json()
+    assert response.status == status
+    assert status == 200 or "Content-Encoding" in body["error"]["message"]
 
 
 MESSAGES = '"messages":[{"role":"user","content":"hi"}]'
@@ -58,6 +71,7 @@ class Body:
 
     content_type = "application/json"
     content_length = None
+    headers: CIMultiDict[str] = CIMultiDict()
 
     def __init__(self, remote: str, size: int) -> None:
         self.remote = remote
@@ -134,8 +148,9 @@ async def test_bodies_of_one_address_do_not_fill_the_memory_for_all(monkeypatch:
     await reading.bodies._turns.take("other")
     waiting = [reading.begin("a", 2 * FREE_BYTES), reading.begin("b", 2 * FREE_BYTES)]
     await reading.until_idle()
-    with pytest.raises(ApiError, match="too many bodies"):
+    with pytest.raises(ApiError, match="too many bodies") as raised:
         await reading.begin("a", 4 * FREE_BYTES)
+    assert (raised.value.status, raised.value.code) == (503, "service_unavailable")
     reading.bodies._turns.end()
     await asyncio.gather(*waiting)
     assert not reading.bodies._num_held_bytes

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -171,6 +172,16 @@ async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) ->
         assert (await rig.get("/health"))[0] == 200
 
 
+async def test_the_end_of_a_stream_ends_the_connection_of_a_client_that_knows_no_chunks() -> None:
+    async with Rig() as rig:
+        body = json.dumps(CHAT | {"stream": True}).encode()
+        head = "POST /v1/chat/completions HTTP/1.0\nHost: x\nConnection: keep-alive\nContent-Type: application/json\n"
+        reader, writer = await raw(rig, f"{head}Content-Length: {len(body)}", body)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
 async def test_connections_beyond_the_limit_are_closed() -> None:
     async with Rig(max_connections=2) as rig:
         assert (await rig.get("/health"))[0] == 200  # keeps its connection
@@ -215,7 +226,8 @@ async def test_draining_lets_open_streams_end_and_refuses_new_ones() -> None:
         await until(lambda: rig.fake.opened)
         stopping = asyncio.create_task(rig.server.stop(30))
         await until(lambda: rig.server.generation.is_draining)
-        assert (await rig.chat())[0] == 503
+        status, body = await rig.chat()
+        assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert (await rig.get("/health"))[0] == 503
         go_on.set()
         text = (await asyncio.wait_for(reader.read(), 30)).decode()
@@ -235,9 +247,22 @@ async def test_a_drain_that_takes_too_long_cancels() -> None:
         writer.close()
 
 
-async def test_what_is_not_http_is_refused() -> None:
+@pytest.mark.parametrize(
+    "head",
+    [
+        "\x00\x01 garbage",
+        "GET /health HTTP/1.1\nHost: x\nContent-Length: 1\nContent-Length: 2",
+        f"GET /health HTTP/1.1\nHost: x\nA: {'a' * 10_000}",
+    ],
+)
+async def test_what_is_not_http_is_refused(head: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients decide how often, so the log has it only as a line for debugging."""
+    caplog.set_level(logging.DEBUG)
     async with Rig() as rig:
-        reader, writer = await raw(rig, "\x00\x01 garbage")
+        reader, writer = await raw(rig, head)
         assert b" 400 " in await asyncio.wait_for(reader.readline(), 20)
         writer.close()
         assert (await rig.complete(model=MODEL))[0] == 200
+    records = [each for each in caplog.records if each.name == "aiohttp.server"]
+    assert [(each.levelname, each.exc_info) for each in records] == [("DEBUG", None)]
+    assert "127.0.0.1: " in records[0].getMessage()

@@ -7,6 +7,8 @@ from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import MODEL, Answer, Failure, delta, finished, started
 from tests.support.gateway.rig import Rig, content
 
+Code = grpc.StatusCode
+
 
 async def test_an_answer_in_one_piece() -> None:
     async with Rig() as rig:
@@ -50,7 +52,7 @@ async def test_streamed_choices_of_several_prompts() -> None:
 
 async def test_echo_and_logprobs_as_lm_eval_asks_for_them() -> None:
     async with Rig() as rig:
-        status, body = await rig.complete([[100, 101, 102]], echo=True, logprobs=1, max_tokens=1, temperature=0)
+        status, body = await rig.complete([[100, 101, 102]], echo=True, logprobs=2, max_tokens=1, temperature=0)
     assert status == 200
     choice = body["choices"][0]
     assert choice["text"] == "bcd" + "w0 w1 w2 "
@@ -102,6 +104,30 @@ async def test_best_of_returns_the_most_probable_sequences() -> None:
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
     assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_error_names_the_prompt_that_has_the_problem(is_streamed: bool) -> None:
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        ids = request.token_ids.ids
+        if 999 in ids:
+            raise Failure(Code.INVALID_ARGUMENT, "bad", violations={f"token_ids.ids[{list(ids).index(999)}]": "is bad"})
+        async for message in rig.fake.words(request):
+            yield message
+
+    async with Rig() as rig:
+        rig.fake.answer = answer
+        for prompt, param in (([[5], [6, 999]], "prompt[1][1]"), ([999], "prompt[0]")):
+            body = {"model": MODEL, "prompt": prompt, "stream": is_streamed}
+            async with rig.http.post("/v1/completions", json=body) as response:
+                assert f'"message": "{param}: is bad"' in (await response.text()).replace('":"', '": "')
+
+
+async def test_an_error_of_an_echo_names_the_prompt_that_has_the_problem() -> None:
+    async with Rig() as rig:
+        for prompt, param in (([[5], [999]], "prompt[1][0]"), ([999], "prompt[0]")):
+            status, body = await rig.complete(prompt, echo=True)
+            assert (status, body["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -128,6 +128,23 @@ async def test_unknown_paths_methods_and_models() -> None:
         assert not rig.fake.opened
 
 
+async def test_a_method_that_a_path_lacks_is_answered_with_those_that_it_has() -> None:
+    async with Rig() as rig:
+        for method, path, allowed in (
+            ("GET", "/v1/completions", "POST"),
+            ("PUT", "/v1/models", "GET,HEAD"),
+            ("GET", "/v1/messages", "POST"),
+        ):
+            async with rig.http.request(method, path) as response:
+                assert (response.status, response.headers["Allow"]) == (405, allowed)
+                body = await response.json()
+        assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error"), "Anthropic's form"
+        await rig.get("/v1/models2")
+        _, page = await rig.get("/metrics")
+    for path, status in (("/v1/completions", 405), ("/v1/messages", 405), ("unknown", 404)):
+        assert f'quire_gateway_requests_total{{path="{path}",status="{status}"}} 1.0' in page
+
+
 async def test_the_served_names_can_be_others() -> None:
     async with Rig(served_model_name="a,org/b") as rig:
         assert (await rig.chat(model=MODEL))[0] == 404
