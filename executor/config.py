@@ -28,11 +28,11 @@ class ExecutorConfig:
     device                  "cpu", "cuda", "cuda:1"; "auto": the first GPU if there is one, else the CPU
     kernels                 "auto": the fastest kernels for the device; "reference": plain torch
     block_size              tokens per KV block
-    num_blocks              blocks of the KV pool, including the null block; None: as many as memory_fraction allows
+    num_blocks              blocks of the KV pool, including the null block; None: as many as `memory_fraction` allows
     tensor_parallel_size    number of ranks that share the model: processes of this executor, each with its part of the
                             weights and of the KV. On the CPU, they divide its threads and its memory
     remote_ranks            number of these ranks that `quire rank` starts on other machines
-    ranks_listen            address at which these join, "host:port"; it needs remote_ranks and ranks_key
+    ranks_listen            address at which these join, "host:port"; it needs `remote_ranks` and `ranks_key`
     ranks_key               file with a secret of at least 32 bytes, the same on all machines
     memory_fraction         share of the memory that is left, for the KV pool: after loading the weights, and on a GPU
                             beside the largest step and the graphs; None: 0.9 on a GPU; 0.4 on the CPU, but at most

@@ -55,7 +55,7 @@ class GatewayConfig:
     tls_key                    PEM file of its private key
     tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them
     scheduler_tls              connect to schedulers with TLS
-    scheduler_ca               PEM file of the authorities that sign their certificates; implies scheduler_tls
+    scheduler_ca               PEM file of the authorities that sign their certificates; implies `scheduler_tls`
     scheduler_tls_certificate  PEM file with the certificate that this gateway shows schedulers
     scheduler_tls_key          PEM file with its private key
     max_body_bytes             size of a request's body, at most 3 MiB

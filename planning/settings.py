@@ -42,8 +42,8 @@ class SimulateSettings(DeploymentSettings):
     max_model_len           maximum number of tokens of one sequence; absent: what the checkpoint was made for, at most
                             8192
     gpu_memory_utilization  share of a device's memory for weights and KV; the rest is for activations
-    num_blocks              number of blocks in the pool, which must fit, except with fit; absent: as many as fit. Fewer
-                            simulate memory pressure
+    num_blocks              number of blocks in the pool, which must fit, except with `fit`; absent: as many as fit.
+                            Fewer simulate memory pressure
     fit                     files of measured steps (quire bench serve --chrome-trace), separated by commas, to fit the
                             cost model to; absent: a roofline model of the device
     max_num_seqs            maximum number of sequences that run at once
@@ -55,7 +55,7 @@ class SimulateSettings(DeploymentSettings):
     memory                  paged; for measurement: contiguous, contiguous-power-of-two, contiguous-exact
     clients                 number of clients of a closed loop, each with one open request
     turnaround_s            time of these clients from the end of one request to the arrival of the next
-    rate                    requests per second of an open loop, instead of clients
+    rate                    requests per second of an open loop, instead of `clients`
     burstiness              squared coefficient of variation of the open loop's gaps; 1 is Poisson
     daily_swing             amplitude of a daily sine of the open loop's rate, as a share of the rate, 0 to 1
     lengths                 alpaca, sharegpt, fixed, or a file with one JSON object per line: prompt_tokens,
@@ -66,9 +66,10 @@ class SimulateSettings(DeploymentSettings):
     system_tokens           number of tokens of a system prompt
     system_share            share of the requests that begin with a system prompt
     system_prompts          number of different system prompts
-    system_skew             how unequally they are used: the k-th has a weight of k ** -system_skew (Zipf); 0: equally
-    tenants                 JSON file with several such workloads, instead of the flags from clients to system_skew.
-                            Each is of one tenant, with a weight and a priority
+    system_skew             how unequally they are used: the k-th has a weight of k ** -s (Zipf), s being this number;
+                            0: equally
+    tenants                 JSON file with several such workloads, instead of `clients` to `system_skew`. Each is of
+                            one tenant, with a weight and a priority
     replicas                number of replicas behind routers; absent: one server without a router
     routing                 choice of the replica: round-robin, least-loaded, ring, cost; for comparison: oracle, which
                             knows the true state of all replicas
@@ -77,7 +78,7 @@ class SimulateSettings(DeploymentSettings):
     event_delay_ms          time from a change in a replica until routers know it
     event_loss              share of a replica's reports that do not arrive at a router, 0 to 1
     failures                replicas that die: REPLICA@SECONDS, separated by commas; replicas are counted from 0
-    mean_failure_s          mean time until a replica dies; absent: only those of failures die
+    mean_failure_s          mean time until a replica dies; absent: only those of `failures` die
     repair_s                time from the death of a replica until it is back, with an empty cache
     num_requests            stop after this number of requests; absent: 1000, if no duration is given
     duration_s              stop after arrivals for this number of virtual seconds

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 _DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
-_NAMES = re.compile(r"`(?P<quoted>\w+)`|\b(?P<name>[a-z]+(?:_[a-z]+)+)\b")
+_QUOTED = re.compile(r"`(?P<name>\w+)`")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -101,11 +101,11 @@ def field_texts(declaration: type[Any]) -> dict[str, str]:
 
 
 def flag_texts(declaration: type[Any]) -> dict[str, str]:
-    """Returns `field_texts` for a command: other fields have the names of their flags, and None is an absent flag."""
+    """Returns `field_texts` for a command: `other_field` becomes its flag, and None an absent one."""
     texts = field_texts(declaration)
 
     def name_of_flag(match: re.Match[str]) -> str:
-        name = match["quoted"] or match["name"]
+        name = match["name"]
         return f"--{name.replace('_', '-')}" if name in texts else match[0]
 
-    return {name: _NAMES.sub(name_of_flag, text).replace("; None:", "; absent:") for name, text in texts.items()}
+    return {name: _QUOTED.sub(name_of_flag, text).replace("; None:", "; absent:") for name, text in texts.items()}

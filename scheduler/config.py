@@ -38,7 +38,7 @@ class SchedulerConfig:
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page
     http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
-                               that of http_listen, localhost and addresses; for a reverse proxy. "*": any. Under
+                               that of `http_listen`, localhost and addresses; for a reverse proxy. "*": any. Under
                                `quire serve`, those of its gateway too
     admin_listen               address of the admin service: host:port, or unix:path. Default: a Unix socket for this
                                user only, which `quire kv` and `quire drain` find by the port of `listen`

@@ -76,9 +76,9 @@ def verdict(data: Data) -> Verdict:
     num_copies = sum(row["num_cow_copies"] for row in data["rows"])
     reason = (
         f"{len(near)} of {len(compared)} cases save at least the lower end of the paper's range, less "
-        f"{percent(_TOLERANCE, 0)} for the small number of requests. Models and texts are not the paper's, so a closer "
-        f"match was not to be expected. {num_copies} blocks were copied, because a sequence wrote to a block that "
-        "another one still read."
+        f"{100 * _TOLERANCE:.0f} percentage points for the small number of requests. Models and texts are not the "
+        f"paper's, so a closer match was not to be expected. {num_copies} blocks were copied, because "
+        "a sequence wrote to a block that another one still read."
     )
     more_in_beams = _mean(saved[Mode.BEAMS]) > _mean(saved[Mode.SAMPLES])
     reason += (

@@ -61,7 +61,7 @@ def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
 
 def _awaits_the_same(state: SchedulerState, builder: StepBuilder, sequence: Sequence) -> bool:
     """Returns whether the sequence lacks a block for which another was set aside. Saves the search for its prefix."""
-    digests = state.cache.shareable_digests(sequence)
+    digests = state.cache.shareable_digests(sequence) if builder.awaited else []
     return any(index < len(digests) and digests[index] == digest for index, digest in builder.awaited)
 
 

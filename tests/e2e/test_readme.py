@@ -69,7 +69,7 @@ COVERED = {
     "--max-tokens 40": "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --temperature 0 --logprobs 3 --max-tokens 8 --repetition-penalty 1.2 '
     "--logit-bias 77=-5": "test_commands_against_a_server",
-    ".venv/bin/quire bench sharing": "test_bench_sharing",
+    ".venv/bin/quire bench sharing --num-requests 24": "test_bench_sharing",
     "make claims": "test_make_claims",
     "make compose-check": "CI runs it where there is a container engine",
     "docker compose up": "make compose-check runs it",

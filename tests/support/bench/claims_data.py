@@ -235,6 +235,6 @@ def routing(ttft: float, throughput: float, stale: float) -> Data:
         }
         for num_replicas in (8, 64, 1000)
         for (name, delay_ms), (mean, rate) in factors.items()
-        if num_replicas < 1000 or name in ("round-robin", "cost")
+        if num_replicas < 1000 or (name in ("round-robin", "ring", "cost") and not delay_ms)
     ]
     return {"model": "llama-3.1-8b", "device": "h100", "rows": rows}
