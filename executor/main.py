@@ -24,6 +24,7 @@ from executor.server import serve
 from executor.share_loading import Say
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, check_free
+from quire.descriptors import raise_descriptor_limit
 from quire.log_writer import put_line
 
 EXIT_OK = 0
@@ -38,6 +39,7 @@ def run(config: ExecutorConfig) -> int:
     Returns the exit code of an executor that could not serve; one that has served ends the process itself.
     """
     logs.configure("executor", config.log_level, config.log_format)
+    raise_descriptor_limit()
     try:
         with _interrupted_by_sigterm():
             ended_well = _load_and_serve(config)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from executor.grammars.masks import GrammarCounts
+from executor.metrics_server import serve_metrics
 from executor.plans.plan import EndReason, StepOutput, StepTimings
 from executor.sampling.finite import num_bad_reports
 from quire.addresses import UNIX, HostPort, listen_error
@@ -96,7 +97,7 @@ class Metrics(Collector):
         """Serves /metrics at "host:port", from a thread, until `close`. Raises AddressInUse and AddressUnusable."""
         wanted = HostPort.parse(address)
         try:
-            self._http, _ = start_http_server(wanted.port, addr=wanted.host, registry=self.registry)
+            self._http = serve_metrics(wanted.host, wanted.port, self.registry)
         except OSError as error:
             raise listen_error(address, error) from None
 

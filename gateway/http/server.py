@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from gateway.api.anthropic import parse_message
 from gateway.api.anthropic_answer import error_body as anthropic_error
@@ -27,6 +26,7 @@ from gateway.http.pages import Pages
 from gateway.http.readers import SlowReaders
 from gateway.http.served_models import ServedModels
 from quire.addresses import HostPort, at_port, listen_error
+from quire.bad_requests import ignore_bad_requests
 from quire.errors import InternalError
 from quire.unread_bodies import UnreadBodies
 
@@ -89,6 +89,7 @@ class GatewayServer:
             access_log=None,
             handler_cancellation=True,
             keepalive_timeout=KEEPALIVE_S,
+            lingering_time=0,  # what is left of a body is read by `UnreadBodies`, slowly
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
 
@@ -115,7 +116,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listens and serves. Raises AddressInUse or AddressUnusable."""
-        logging.getLogger("aiohttp.server").addFilter(_lower_bad_request)
+        ignore_bad_requests()
         await self._runner.setup()
         server = self._runner.server
         if server is None:
@@ -136,10 +137,13 @@ class GatewayServer:
         self._readers.start(server)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> bool:
-        """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled."""
+        """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled.
+
+        It listens until the end, so that /healthz can be asked meanwhile.
+        """
+        has_drained = await self.generation.drain(drain_timeout_s)
         if self._listening is not None:
             self._listening.close()
-        has_drained = await self.generation.drain(drain_timeout_s)
         self._readers.stop()
         await self._runner.cleanup()
         return has_drained
@@ -198,19 +202,6 @@ class GatewayServer:
         except web.HTTPException as error:
             message = f"{error.reason} ({request.method} {request.path[:200]})"
             raise ApiError(message, status=error.status, allow=error.headers.get("Allow")) from None
-
-
-def _lower_bad_request(record: logging.LogRecord) -> bool:
-    """Turns an error with a traceback about a request that aiohttp cannot parse into a line for debugging.
-
-    Returns whether the line is logged.
-    """
-    error = record.exc_info[1] if record.exc_info else None
-    if not isinstance(error, HttpProcessingError):
-        return True
-    record.msg, record.args, record.exc_info = "%s: %s", (record.getMessage(), error.message), None
-    record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-    return log.isEnabledFor(logging.DEBUG)
 
 
 def _has_no_transport(protocol: asyncio.Protocol) -> bool:

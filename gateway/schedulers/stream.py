@@ -117,6 +117,7 @@ class GenerationStream:
         self._is_open = False
         self._error: QuireError | None = None
         self._has_begun = False  # a message has arrived
+        self._has_place = False  # a message of this try has arrived
         self._refusals: list[QuireError] = []  # since the last pause
         self._begin(way.first())
 
@@ -150,7 +151,8 @@ class GenerationStream:
                 self._begin(self._way.first())
             else:
                 pause_s = self._tries.pause_s(full)
-                await (self._way.pause(pause_s) if isinstance(full, QueueFullError) else asyncio.sleep(pause_s))
+                is_full = isinstance(full, QueueFullError) and not full.is_of_tenant
+                await (self._way.pause(pause_s) if is_full else asyncio.sleep(pause_s))
                 self._refusals.clear()
                 self._begin(self._way.first())
 
@@ -171,7 +173,7 @@ class GenerationStream:
             self._line.cancel(self._stream_id)
 
     def received(self, response: pb.GenerateResponse) -> None:
-        self._has_begun = True
+        self._has_begun = self._has_place = True
         self._way.received(len(response.delta.token_ids))
         # While `next` waits, all earlier messages were processed.
         if self._taker is not None and self._reading is not None and not self._reading.done() and self._taker.is_free:
@@ -185,7 +187,7 @@ class GenerationStream:
 
     def ended(self, error: QuireError | None) -> None:
         self._is_open = self._is_paused = False
-        self._way.left(frees_room=self._has_begun and not isinstance(error, StreamMoved))
+        self._way.left(frees_room=self._has_place and not isinstance(error, StreamMoved))
         self._error = error
         self._wake()
 
@@ -225,6 +227,7 @@ class GenerationStream:
             self._way.left()
             raise
         self._is_open = True
+        self._has_place = False
         self._error = None
 
     def _opening(self) -> pb.OpenStream:

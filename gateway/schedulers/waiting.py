@@ -67,15 +67,18 @@ class WaitingRequests:
 
     def wake(self, number: int = 1) -> None:
         """Gives turns to the next streams and requests. Called when a stream has ended, and by the timer."""
-        for _ in range(number):
+        while number:
             if self._begun:
                 turn = self._begun.popleft()
             elif (place := self._line.take()) is not None:
                 turn = self._turns.pop(place)
+                if turn.done():  # its client has just gone, or its time has passed
+                    self._line.charge(place.tenant, -place.cost)
             else:
                 return
             if not turn.done():
                 turn.set_result(None)
+                number -= 1
 
     def close(self) -> None:
         if self._timer is not None:
@@ -112,11 +115,12 @@ class WaitingRequests:
         try:
             async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
                 await turn
-        except TimeoutError:
-            return False
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.wake()  # the turn was for nothing
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if turn.done() and not turn.cancelled():  # the turn was for nothing
+                self._line.charge(place.tenant, -place.cost)
+                self.wake()
+            if isinstance(error, TimeoutError):
+                return False
             raise
         finally:
             self._line.leave(place)

@@ -131,18 +131,28 @@ class UrlKeys:
 def parse_keys(text: bytes, source: str) -> TokenKeys:
     """Returns the public signature keys of a JWKS, which may be none. Raises TokenKeysError.
 
-    Symmetric keys are left out: with such a key, a server that checks tokens could also make them.
+    Symmetric keys are left out: with such a key, a server that checks tokens could also make them. Entries that cannot
+    be understood are left out, too (RFC 7517, section 5), so that the others come and go.
     """
     try:
         entries = json.loads(text)["keys"]
-        keys = {entry.get("kid"): _key(entry) for entry in entries if _is_public_signature_key(entry)}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError) as error:
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TokenKeysError(f"{source} is not a JWKS: {type(error).__name__}") from None
+    keys: TokenKeys = {}
+    for entry in filter(_is_public_signature_key, entries):
+        try:
+            keys[entry.get("kid")] = _key(entry)
+        except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, jwt.PyJWTError) as error:
+            log.warning("%s: a key cannot be used: %s", source, type(error).__name__)
     return keys
 
 
 def _is_public_signature_key(entry: Mapping[str, Any]) -> bool:
-    return entry["kty"] in ("RSA", "EC", "OKP") and entry.get("use", "sig") == "sig"
+    operations = entry.get("key_ops", ["verify"])
+    is_for_signatures = entry.get("use", "sig") == "sig" and isinstance(operations, list) and "verify" in operations
+    return is_for_signatures and entry.get("kty") in ("RSA", "EC", "OKP")
 
 
 def _key(entry: Mapping[str, Any]) -> TokenKey:

@@ -72,7 +72,7 @@ class TokenVerifier:
             if key is None:
                 raise Unauthenticated("the token's key is not known")
             identity, expires_s = self._verify(token, key)
-        except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
+        except (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Unauthenticated(f"the token is not valid: {type(error).__name__}") from None
         if len(self._verified) >= _MAX_CACHED:
             self._verified.clear()

@@ -233,7 +233,7 @@ def _read_resume(value: object, fields: RequestFields) -> dict[str, Any]:
     for i, entry in enumerate(entries):
         try:
             sequences.append(pb.ResumedSequence(**entry))
-        except (TypeError, ValueError):  # an unknown key, or a value of another type
+        except (TypeError, ValueError, OverflowError):  # an unknown key, or a value of another type
             fields.add_violation(f"resume.sequences[{i}]", "must be a quire.v1.ResumedSequence")
     return {"resume.continuation": continuation, "resume.sequences": sequences, "resume.num_prompt_logprobs": 0}
 

@@ -88,8 +88,12 @@ class GenerationServer(GenerationServicer):
         self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context
     ) -> None:
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
-        counted = self.arrivals.counter(dict(context.invocation_metadata() or ()).get(ROUTER))
-        opener = StreamOpener(self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted)
+        metadata = dict(context.invocation_metadata() or ())
+        authorization = str(metadata.get("authorization", "")) or None
+        counted = self.arrivals.counter(metadata.get(ROUTER))
+        opener = StreamOpener(
+            self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted, authorization
+        )
         streams = ManyStreams(opener, self._share, self.stalled_reader_timeout_s, MAX_STREAMS)
         self._calls_of_many.add(streams)
         try:
@@ -98,6 +102,7 @@ class GenerationServer(GenerationServicer):
             failure: Exception = error
         except Exception as error:
             log.exception("a call failed because of a bug")
+            unexpected("request")
             failure = error
         else:
             return

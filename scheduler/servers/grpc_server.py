@@ -87,6 +87,9 @@ OPTIONS = [
 ]
 
 
+MAX_ADMIN_CONNECTIONS = 128
+
+
 class GrpcServer:
     """All gRPC servers; `address` and `admin_address` have their real ports.
 
@@ -145,11 +148,13 @@ class GrpcServer:
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
         interceptors = [
+            self._resets,
             AccessInterceptor(access, default, is_audit=True),
             ReadRequests(places, timeout_s, places if default is LOCAL else places_of_unknown),
             BoundedMessages(BOUNDED),
         ]
-        self._admin = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
+        few = ("grpc.max_allowed_incoming_connections", MAX_ADMIN_CONNECTIONS)
+        self._admin = grpc.aio.server(options=[*OPTIONS, few], interceptors=interceptors)
         add_AdminServicer_to_server(admin, self._admin)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._admin)
         # Reflection describes all services, although Generation is at the other address.

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
+from quire.bad_requests import ignore_bad_requests
 from quire.static_files import HEADERS
 from quire.tls import ssl_context
 from quire.unread_bodies import UnreadBodies
@@ -41,6 +42,9 @@ FIRST_REQUEST_S = 10.0
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a client has for the handshake of TLS."""
+
+KEEPALIVE_S = 75.0
+"""Time after which a connection without a further request is closed."""
 
 SHUTDOWN_TIMEOUT_S = 0.01
 """Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
@@ -97,7 +101,12 @@ class HttpServer:
             live_page.add_to(app)
         # Handlers of disconnected clients are cancelled, so that no completion is computed without a reader.
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=0,  # what is left of a body is read by `UnreadBodies`, slowly
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
         self._reads = ReadBudget()
         self._probes = ReadBudget(max_waiting=None)  # a probe that is refused would look like an unready server
@@ -113,6 +122,7 @@ class HttpServer:
         """Listens on an address (host:port) and serves. Raises AddressInUse or AddressUnusable."""
         wanted = HostPort.parse(address)
         self._hosts = AllowedHosts(wanted.host, *self._allowed_hosts)
+        ignore_bad_requests()
         await self._runner.setup()
         try:
             listeners = listen(wanted.host, wanted.port)

@@ -16,6 +16,7 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError, Unavailable
 from scheduler.requests.write_timeout import WriteTimeout
@@ -168,6 +169,7 @@ class ManyStreams:
             stream.fail(error)
         except Exception as error:
             log.exception("a request failed because of a bug")
+            unexpected("request")
             stream.fail(error)
 
     def _forget(self, stream: StreamOfMany) -> None:

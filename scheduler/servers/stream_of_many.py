@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from quire.unexpected import unexpected
 from scheduler.core import QuireError
 from scheduler.requests.status import ReaderStalled, RpcStatus, status_of
 from scheduler.telemetry.limits import STALLED_READERS, limited
@@ -124,6 +125,7 @@ class StreamOfMany:
             return num_written + self._write_end(status_of(error))
         except Exception as error:
             log.exception("a stream failed because of a bug")
+            unexpected("request")
             return num_written + self._write_end(status_of(error))
         self._rest = None
         if self._output.has_ended:

@@ -52,10 +52,11 @@ class CallerRefused(Exception):
 class StreamOpener:
     """Opens the streams of one call.
 
-    read    returns the fields of a request
-    caller  makes the call; requests without credentials are its own
-    peer    the network address of the caller
-    counted called once for each request, when it was admitted or refused
+    read           returns the fields of a request
+    caller         makes the call; requests without credentials are its own
+    peer           the network address of the caller
+    counted        called once for each request, when it was admitted or refused
+    authorization  credentials of the call, which are verified for each request: a key may be revoked meanwhile
     """
 
     intake: Intake
@@ -64,6 +65,7 @@ class StreamOpener:
     caller: Identity
     peer: str
     counted: Callable[[], None] = lambda: None
+    authorization: str | None = None
 
     async def run(self, stream: StreamOfMany, opening: pb.OpenStream) -> None:
         """Runs a request until its stream is done. Raises the errors of `Intake.open`, and DeadlineExceeded."""
@@ -96,7 +98,8 @@ class StreamOpener:
 
     async def _caller(self, opening: pb.OpenStream) -> Caller:
         """Returns the client, and makes it the caller of this task. Raises CallerRefused."""
-        identity = await self._identify(opening.authorization) if opening.HasField("authorization") else self.caller
+        authorization = opening.authorization if opening.HasField("authorization") else self.authorization
+        identity = self.caller if authorization is None else await self._identify(authorization)
         CALLER.set(identity)
         return Caller(
             printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer,

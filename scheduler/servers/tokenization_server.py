@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from quire.v1 import tokenization_pb2 as pb
 from quire.v1.tokenization_pb2_grpc import TokenizationServicer
 from scheduler.core import CapacityExceeded, QuireError
@@ -76,6 +77,7 @@ async def _or_abort(work: Coroutine[None, None, T], context: Context) -> T:
         failure: Exception = error
     except Exception as error:
         log.exception("a request failed because of a bug")
+        unexpected("request")
         failure = error
     await abort(context, failure)
     raise failure  # `abort` raises, which mypy cannot know

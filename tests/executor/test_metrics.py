@@ -73,12 +73,7 @@ def test_steps_are_observed_by_phase() -> None:
 
 def test_brackets_of_ipv6_addresses_are_removed(monkeypatch) -> None:
     served = []
-
-    def start(port, addr, registry):
-        served.append((addr, port))
-        return None, None
-
-    monkeypatch.setattr("executor.metrics.start_http_server", start)
+    monkeypatch.setattr("executor.metrics.serve_metrics", lambda host, port, registry: served.append((host, port)))
     Metrics("m", "[::1]:50052").serve("[::1]:9102")
     assert served == [("::1", 9102)]
 

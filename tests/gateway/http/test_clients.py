@@ -256,13 +256,11 @@ async def test_a_drain_that_takes_too_long_cancels() -> None:
     ],
 )
 async def test_what_is_not_http_is_refused(head: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Clients decide how often, so the log has it only as a line for debugging."""
+    """Clients decide how often, and a line would quote their bytes, so the log has none."""
     caplog.set_level(logging.DEBUG)
     async with Rig() as rig:
         reader, writer = await raw(rig, head)
         assert b" 400 " in await asyncio.wait_for(reader.readline(), 20)
         writer.close()
         assert (await rig.complete(model=MODEL))[0] == 200
-    records = [each for each in caplog.records if each.name == "aiohttp.server"]
-    assert [(each.levelname, each.exc_info) for each in records] == [("DEBUG", None)]
-    assert "127.0.0.1: " in records[0].getMessage()
+    assert [each for each in caplog.records if each.name == "aiohttp.server"] == []

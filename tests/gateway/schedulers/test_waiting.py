@@ -198,3 +198,55 @@ async def test_with_one_scheduler_nothing_waits() -> None:
         Bounded(rig.fake, 0)
         assert (await rig.complete())[0] == 429
         assert rig.schedulers.waiting.num_waited == 0
+
+
+async def test_a_turn_of_a_client_that_has_just_gone_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its tenant pays nothing for a request that was never tried."""
+    monkeypatch.setattr(waiting_module, "INTERVAL_S", 1000.0)
+    waiting = waiting_module.WaitingRequests(100, 1000)
+
+    async def request(tenant: str, num_tokens: int) -> bool:
+        await waiting.enter(Tenant(tenant), num_tokens).turn(None, None)
+        return True
+
+    gone = asyncio.create_task(request("a", 5000))
+    await asyncio.sleep(0)
+    stays = asyncio.create_task(request("b", 1))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    waiting.wake()  # a stream ends in the same iteration of the event loop
+    assert await asyncio.wait_for(stays, 30)
+    assert waiting._line._accounts["a"].level == 0.0
+    waiting.close()
+
+
+async def test_streams_that_meet_a_full_queue_pause_between_their_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal frees no room, so it wakes none of the others."""
+    monkeypatch.setattr(waiting_module, "INTERVAL_S", 1000.0)
+    async with Rig(2, routing="round-robin") as rig:
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 10_000, 0.05
+
+        async def read(text: str) -> None:
+            stream = await rig.schedulers.open(pb.GenerateRequest(text=text), Caller())
+            while await stream.next() is not None:
+                pass
+
+        tasks = [asyncio.create_task(read(str(i))) for i in range(8)]
+        first, second = rig.fakes
+        await until(lambda: len(first.opened) == len(second.opened) == 4)
+        await asyncio.sleep(0.2)
+
+        async def full(request: pb.GenerateRequest) -> Answer:
+            raise FULL
+            yield  # an asynchronous generator
+
+        second.answer = full
+        num_before = len(second.opened)
+        await first.stop()
+        await until(lambda: len(second.opened) > num_before)
+        await asyncio.sleep(1.0)
+        assert len(second.opened) - num_before < 40, "four streams that are told to come again after 4 s"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,28 @@ async def test_keys_stay_while_the_url_fails_and_it_is_not_asked_for_each_token(
     url.now_s += token_keys.MIN_AGE_S + 1
     url.text = SECOND
     assert set(await source.current()) == {"second"}
+
+
+UNUSABLE = [
+    {"kid": "encrypts", "kty": "RSA", "alg": "RSA-OAEP-256", "n": "AQAB", "e": "AQAB"},
+    {"kid": "curve", "kty": "EC", "crv": "P-000", "x": "AA", "y": "AA"},
+    {"kid": "X25519", "kty": "OKP", "crv": "X25519", "x": "AA"},
+    {"kid": "no kind"},
+    {"kid": "none", "kty": "RSA", "alg": "none", "n": "AQAB", "e": "AQAB"},
+    {"kid": "list", "kty": ["RSA"], "use": {}},
+    {**public_entry("first"), "kid": "signs", "key_ops": ["sign"]},
+]
+
+
+@pytest.mark.parametrize("entry", UNUSABLE, ids=lambda entry: entry["kid"])
+def test_an_entry_that_cannot_be_used_is_left_out_and_hides_no_other(entry: dict[str, Any]) -> None:
+    assert set(token_keys.parse_keys(jwks(entry, public_entry("second")).encode(), "a set")) == {"second"}
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"keys": 7}', b'{"keys": [7]}', b'{"keys": null}'])
+def test_what_is_no_set_of_keys_is_refused(text: bytes) -> None:
+    with pytest.raises(TokenKeysError, match="is not a JWKS"):
+        token_keys.parse_keys(text, "a set")
 
 
 def test_a_file_without_keys_cannot_be_used(tmp_path: Path) -> None:

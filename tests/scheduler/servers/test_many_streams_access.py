@@ -10,6 +10,7 @@ import pytest
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.identity.identity import Identity, Unauthenticated
+from scheduler.identity.key_file import revoke
 from scheduler.identity.verifier import Verifier
 from scheduler.servers.stream_opener import MAX_AUTHORIZATION_BYTES
 from tests.support.scheduler.callers import Callers
@@ -59,6 +60,22 @@ async def test_a_request_is_that_of_the_client_that_it_names(client: str, server
     refused = {UNKNOWN: ["unauthenticated"], DENIED: ["permission_denied"], OK: []}
     assert callers.counted == refused[code]
     assert len(served.engine.submitted) == (tenant is not None)
+
+
+async def test_a_revoked_key_opens_no_further_stream_of_its_call(servers: Servers, callers: Callers) -> None:
+    served = await servers.start(access=callers.access())
+    async with many_call(served.generation, callers.metadata("generate")) as call:
+        await call.open(1, text_request())
+        (await served.engine.next_request()).start()
+        revoke(callers.path, "the-generate")
+        for number in range(2, 300):  # until the file has been read again
+            await call.open(number, text_request())
+            await until(lambda number=number: number in call.ended or len(served.engine.submitted) >= number)
+            if number in call.ended:
+                break
+            await asyncio.sleep(0.05)
+        assert call.ended[number].code == UNKNOWN
+        assert 1 not in call.ended, "what is open goes on"
 
 
 async def test_clients_of_one_call_are_apart(servers: Servers, callers: Callers) -> None:

@@ -1,0 +1,54 @@
+"""The HTTP server of an executor's metrics: a thread for each connection, few connections, and none that is silent."""
+
+import socket
+import threading
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+MAX_CONNECTIONS = 32
+"""Connections at a time; more are closed. Each has a thread and a descriptor, which the plan stream needs, too."""
+
+CONNECTION_TIMEOUT_S = 10.0
+"""Time after which a connection is closed that sends nothing, or reads nothing of its answer."""
+
+
+def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
+    """Serves /metrics from a thread of its own, until `shutdown`. Raises OSError if it cannot listen."""
+
+    class Server(_Server):
+        address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+
+    server = make_server(host, port, make_wsgi_app(registry), Server, _Handler)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = CONNECTION_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs no requests."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.Semaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Returns whether there is a place for a connection; otherwise it is closed."""
+        return self._places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignores connections that break off."""
