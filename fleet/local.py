@@ -9,7 +9,7 @@ from fleet.backend import BackendError
 from fleet.hosted_part import HostedPart
 from fleet.parts import Part, PartStatus
 from fleet.settings import FleetSettings
-from quire.addresses import AddressInUse, AddressUnusable
+from quire.addresses import AddressError, AddressInUse, AddressUnusable
 
 
 class LocalBackend:
@@ -34,7 +34,7 @@ class LocalBackend:
     def start(self, part: Part, peers: Sequence[str]) -> None:
         try:
             self._host(part).start(peers)
-        except (AddressInUse, AddressUnusable, OSError) as error:
+        except (AddressError, AddressInUse, AddressUnusable, OSError) as error:
             raise BackendError(f"{part}: {error}") from None
 
     def watch(self) -> list[PartStatus]:

@@ -117,7 +117,11 @@ def run(directory: Path) -> int:
     """Runs the controller until the fleet is down, and then removes the directory. Returns the exit code."""
     logs.configure("fleet", "info", "console")
     log = logging.getLogger(__name__)
-    settings = _read_settings(directory)
+    try:
+        settings = _read_settings(directory)
+    except FleetError as error:
+        log.critical("the fleet cannot be controlled: %s", error)
+        return 2
     if settings is None:
         return 2
     with open(directory / "lock", "w") as lock:
@@ -125,7 +129,7 @@ def run(directory: Path) -> int:
         try:
             wanted = Wanted.from_json(json.loads((directory / "wanted.json").read_text(encoding="utf-8")))
             backend = LocalBackend(settings, directory / "parts")
-        except (OSError, ValueError, KeyError, BackendError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, FleetError, BackendError) as error:
             log.critical("the fleet cannot be controlled: %s", error)
             return 2
 

@@ -86,6 +86,7 @@ class FairLine:
         self._num_arrivals += 1
         place = Place(tenant, self._num_arrivals, cost)
         self._add(place)
+        self._accounts[tenant.name].tenant = tenant  # the operator may have changed what it grants
         return place
 
     def put_back(self, place: Place) -> None:

@@ -54,6 +54,15 @@ class ReplicaState:
         self._num_sent_before = self._num_sent
         self._update()
 
+    def lose_reports(self) -> None:
+        """Forgets what was reported. The requests of this router count until they end."""
+        self.view.clear()
+        self.load = ReplicaLoad()
+        for sent in self._own.values():
+            sent.digests = ()  # the view does not expect them any more
+        self._unreported = dict(self._own)
+        self._update()
+
     def count(self, num_uncached_tokens: int, digests: Sequence[int] = ()) -> int:
         """Counts a request that is sent to the replica; returns its number, which is never used again.
 
@@ -79,6 +88,11 @@ class ReplicaState:
             self.view.unexpect(sent.digests)
             self._unreported.pop(number, None)
             self._update()
+
+    def not_sent(self, number: int) -> None:
+        """Takes back the last request, which was counted and not sent: the replica will not count it."""
+        self.take_back(number)
+        self._num_sent -= 1
 
     def report(self, load: ReplicaLoad, num_received: int) -> None:
         """Replaces the load by a report, which contains the first `num_received` requests since `reset`."""

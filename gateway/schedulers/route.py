@@ -133,6 +133,12 @@ class Route:
         if self._waits is not None:
             self._waits.charge(GENERATED_TOKEN_COST * num_tokens)
 
+    def not_sent(self) -> None:
+        """Called if no message to the scheduler can hold the request."""
+        if self._number and self._state is not None:
+            self._state.not_sent(self._number)
+        self._number = 0
+
     def left(self, *, frees_room: bool = False) -> None:
         """Called when the stream at the scheduler has ended. `frees_room`: another one may have its place."""
         if frees_room and self._number and self._waiting is not None:

@@ -73,6 +73,9 @@ class Way(Protocol):
     def next(self, *, has_moved: bool = False) -> Place | None:
         """Returns another scheduler after a refusal or a move; None if there is none that is ready."""
 
+    def not_sent(self) -> None:
+        """Called if the request cannot be sent to the last scheduler."""
+
     def left(self, *, frees_room: bool = False) -> None:
         """Called when the stream at the last scheduler has ended. `frees_room`: another one may have its place."""
 
@@ -224,7 +227,7 @@ class GenerationStream:
             self._line = place.call
             self._stream_id = self._line.open(self._opening(), self)
         except BaseException:
-            self._way.left()
+            self._way.not_sent()
             raise
         self._is_open = True
         self._has_place = False

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from quire.errors import QuireError
+from quire.errors import DeadlineExceededError, QuireError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,6 +35,8 @@ class KnownTenants:
             return found[1]
         try:
             tenant: Tenant | None = await ask(authorization)
+        except (UnavailableError, DeadlineExceededError):
+            return None  # this says nothing about the client
         except QuireError:
             tenant = None
         self._found[key] = (self._clock(), tenant)

@@ -86,9 +86,9 @@ class ReplicaWatch:
             except Exception:
                 log.exception("following scheduler %s failed because of a bug", self._state.name)
             finally:
-                if self.is_live:  # otherwise the streams of this gateway count until they end
+                if self.is_live:
                     self.is_live = False
-                    self._state.reset()
+                    self._state.lose_reports()
             await asyncio.sleep(pause_s)
 
     async def _follow_call(self, call: Any) -> None:

@@ -69,7 +69,9 @@ class ChildExit:
         if self.return_code is None:
             return f"{self.name} could not be started"
         if self.return_code < 0:
-            return f"{self.name} was killed by {signal.Signals(-self.return_code).name}"
+            number = -self.return_code  # signals of real time have no name
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return f"{self.name} was killed by {name}"
         return f"{self.name} exited with status {self.return_code}"
 
 

@@ -45,7 +45,7 @@ class GrammarLimits:
     max_cache_bytes            results that are kept; the last used ones stay
     """
 
-    max_s: float = 1.0
+    max_s: float = 0.3
     max_memory_bytes: int = 512 * 2**20
     large_characters: int = 64 * 2**10
     max_pending_characters: int = 64 * 2**20

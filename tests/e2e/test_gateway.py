@@ -17,7 +17,7 @@ from tests.support.e2e.waiting import until
 from tests.support.gateway.rig import content, parsed_events
 
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "fox", "owl")]
-NUM_TOKENS = 200
+NUM_TOKENS = 500
 NUM_STREAMS = int(os.environ.get("NUM_STREAMS", str(len(PROMPTS))))
 """Streams that are open when a service dies."""
 

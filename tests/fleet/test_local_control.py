@@ -101,3 +101,19 @@ def test_a_fleet_with_other_flags_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(old.as_json()))
     with pytest.raises(FleetError, match="other flags"):
         local_control.launch(tmp_path, new, Wanted.of(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [("{", "{}"), ("[]", "{}"), (None, "null"), (None, "[]"), (None, '{"serving": [0], "draining": null}')],
+)
+def test_a_controller_with_damaged_files_ends_and_is_not_started_again(
+    tmp_path: Path, settings: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 says to the process that keeps it that another start would not help."""
+    monkeypatch.setattr(local_control.logs, "configure", lambda *_: None)
+    valid = json.dumps(FleetSettings("test", "local", "model").as_json())
+    (tmp_path / "settings.json").write_text(valid if settings is None else settings)
+    (tmp_path / "wanted.json").write_text(wanted)
+    assert local_control.run(tmp_path) == 2
+    assert local_control.keep(tmp_path) == 0

@@ -160,3 +160,16 @@ def test_tenants_that_do_not_wait_are_forgotten() -> None:
         line.enter(Tenant(f"tenant {i}"))
         line.take()
     assert len(line._accounts) <= MAX_TENANTS + 1
+
+
+def test_a_new_weight_counts_though_the_tenant_always_has_a_request_in_the_line() -> None:
+    line = FairLine(1000)
+    for _ in range(3):
+        line.enter(Tenant("a"), 10.0)
+        line.enter(Tenant("b"), 10.0)
+    order = []
+    for _ in range(110):
+        place = taken(line)
+        order.append(place.tenant.name)
+        line.enter(Tenant(place.tenant.name, weight=10.0 if place.tenant.name == "a" else 1.0), 10.0)
+    assert order.count("a") > 8 * order.count("b")

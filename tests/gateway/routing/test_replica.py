@@ -130,3 +130,27 @@ def test_a_replica_that_is_removed_leaves_nothing_and_its_number_is_used_again()
     assert (len(replicas), len(replicas.index), list(replicas.ready())) == (1, 0, ["a"])
     assert replicas.add("c").bit == 0b10
     assert replicas.ring.home(b"key", {"b"}) is None
+
+
+def test_without_reports_own_requests_count_until_they_end() -> None:
+    replica = state()
+    numbers = [replica.count(10) for _ in range(3)]
+    replica.report(ReplicaLoad(num_running=3), 3)
+    assert replica.num_requests == 3
+    replica.lose_reports()
+    assert replica.num_requests == 3
+    replica.take_back(numbers[0])
+    assert replica.num_requests == 2
+    replica.reset()
+    replica.report(ReplicaLoad(num_running=2), 0)
+    replica.take_back(numbers[1])
+    assert replica.num_requests == 2, "the next report has one less"
+
+
+def test_a_request_that_was_not_sent_leaves_no_gap_in_the_numbers() -> None:
+    replica = state()
+    for _ in range(5):
+        replica.not_sent(replica.count(10))
+    replica.count(10)
+    replica.report(ReplicaLoad(num_running=1), 1)
+    assert replica.num_requests == 1

@@ -201,7 +201,7 @@ async def test_with_one_scheduler_nothing_waits() -> None:
 
 
 async def test_a_turn_of_a_client_that_has_just_gone_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its tenant pays nothing for a request that was never tried."""
+    """Its tenant pays nothing for a request that was never tried."""
     monkeypatch.setattr(waiting_module, "INTERVAL_S", 1000.0)
     waiting = waiting_module.WaitingRequests(100, 1000)
 

@@ -195,3 +195,11 @@ async def test_ending_a_child_does_not_poll_it(monkeypatch: pytest.MonkeyPatch) 
     await until(lambda: sleeper.pid is not None)
     sleeper.terminate()
     assert (await waiting).return_code == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("return_code", "told"),
+    [(-9, "was killed by SIGKILL"), (-40, "was killed by signal 40"), (3, "exited with status 3")],
+)
+def test_the_end_of_a_child_is_told(return_code: int, told: str) -> None:
+    assert str(ChildExit("executor", return_code, "")) == f"executor {told}"

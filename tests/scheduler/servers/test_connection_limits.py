@@ -67,3 +67,18 @@ async def test_grpc_connections_beyond_the_descriptors_are_closed(
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     for _, writer in held:
         writer.close()
+
+
+async def test_admin_connections_are_few(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that they leave descriptors to the others, where the admin address is a port."""
+    monkeypatch.setattr("scheduler.servers.grpc_server.MAX_ADMIN_CONNECTIONS", 2)
+    served = await servers.start(admin_listen="127.0.0.1:0")
+    host, port = served.server.admin_address.split(":")
+    held = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+    for reader, writer in held:
+        writer.write(http2.PREFACE + http2.settings())
+        assert (await reader.readexactly(9))[3] == SETTINGS
+    reader, _ = await asyncio.open_connection(host, int(port))
+    assert await reader.read() == b"", "the server has closed it"
+    for _, writer in held:
+        writer.close()
