@@ -13,6 +13,7 @@ from quire.version import build_version
 from scheduler.core import QuireError
 from scheduler.engine.engine import ServerState
 from scheduler.identity.identity import CALLER
+from scheduler.identity.permissions import METHODS
 from scheduler.requests.request_fields import RequestFields
 from scheduler.requests.status import abort
 from scheduler.requests.structured_output import GROUP, KINDS
@@ -31,12 +32,16 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from scheduler.core import Scheduler
     from scheduler.engine.engine import Engine
     from scheduler.requests.intake import Intake
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
+
+_SIZES = METHODS["/quire.v1.Admin/GetStepTrace"]
+"""Roles that may know the sizes of all requests."""
 
 SERVER_STATES = {
     ServerState.WAITING_FOR_EXECUTOR: pb.SERVER_STATE_WAITING_FOR_EXECUTOR,
@@ -126,7 +131,8 @@ class GenerationServer(GenerationServicer):
         core = self._engine.core
         running = () if core is None else core.state.batch.running
         num_running = len({sequence.request.request_id for sequence in running})
-        counters = None if core is None else core.state.counters
+        # Sizes would tell a tenant what others send, and what of that is cached.
+        sizes = core if CALLER.get().may(_SIZES) else None
         return pb.GetServerInfoResponse(
             version=build_version(),
             model_name=model.model_name,
@@ -141,12 +147,15 @@ class GenerationServer(GenerationServicer):
             dtype=model.dtype,
             num_waiting=0 if core is None else core.num_unfinished_requests - num_running,
             num_running=num_running,
-            num_waiting_prompt_tokens=0 if core is None else core.state.waiting.num_prompt_tokens,
-            oldest_waiting_s=self._engine.oldest_waiting_s if core is not None and core.num_waiting else 0.0,
-            num_computed_prompt_tokens=0
-            if counters is None
-            else counters.num_prefix_queried_tokens - counters.num_prefix_hit_tokens,
+            num_waiting_prompt_tokens=0 if sizes is None else sizes.state.waiting.num_prompt_tokens,
+            oldest_waiting_s=self._engine.oldest_waiting_s if sizes is not None and sizes.num_waiting else 0.0,
+            num_computed_prompt_tokens=0 if sizes is None else _num_computed_prompt_tokens(sizes),
         )
+
+
+def _num_computed_prompt_tokens(core: Scheduler) -> int:
+    counters = core.state.counters
+    return counters.num_prefix_queried_tokens - counters.num_prefix_hit_tokens
 
 
 def read_fields(request: Message) -> RequestFields:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -15,6 +16,7 @@ from quire.v1 import generation_pb2
 from scheduler.engine.engine import ServerState
 from tests.support.core.letter_tokens import make_request
 from tests.support.core.small_harness import build_harness
+from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.fake_engine import MODEL, FakeEngine
 from tests.support.scheduler.servers import Served, Servers
 from tests.support.waiting import until
@@ -66,6 +68,21 @@ async def test_server_info_tells_what_waits_and_what_was_computed(servers: Serve
         assert await counts() == expected
     info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
     assert info.oldest_waiting_s == 0.0, "nothing waits"
+
+
+@pytest.mark.parametrize(("caller", "expected"), [("generate", (0, 0.0)), ("observe", (27, 1.5)), ("admin", (27, 1.5))])
+async def test_only_observers_learn_the_sizes_of_all_requests(
+    servers: Servers, tmp_path: Path, caller: str, expected: tuple[int, float]
+) -> None:
+    callers = Callers(tmp_path)
+    served = await servers.start(access=callers.access())
+    requests = [make_request(number, "abcdabcda", max_tokens=1) for number in (1, 2, 3)]
+    served.engine.core = build_harness(*requests, block_size=4, max_num_seqs=1).scheduler
+    served.engine.oldest_waiting_s = 1.5
+    metadata = callers.metadata(caller)
+    info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest(), metadata=metadata)
+    assert (info.num_waiting_prompt_tokens, info.oldest_waiting_s) == expected
+    assert info.num_waiting == 3
 
 
 async def test_calls_are_unavailable_before_a_model_is_known(servers: Servers) -> None:
