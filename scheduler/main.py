@@ -135,8 +135,9 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
-        page = LivePage(feed, intake, config.stalled_reader_timeout_s)
-        http_server = HttpServer(engine, metrics, page, config.allowed_hosts, access)
+        reader_timeout_s = config.stalled_reader_timeout_s
+        page = LivePage(feed, intake, reader_timeout_s)
+        http_server = HttpServer(engine, metrics, page, config.allowed_hosts, access, reader_timeout_s)
         cleanup.push_async_callback(http_server.stop)
         await http_server.start(config.http_listen)
         await grpc_server.start()

@@ -21,6 +21,7 @@ from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
 from scheduler.servers.http_access import refusal
 from scheduler.servers.read_budget import ReadBudget
+from scheduler.servers.stalled_connections import StalledConnections
 from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, limited
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class HttpServer:
         live_page: LivePage | None = None,
         allowed_hosts: Sequence[str] = (),
         access: Access | None = None,
+        stalled_reader_timeout_s: float = 60.0,
     ) -> None:
         """Creates the server. `allowed_hosts` may serve the live page, as well as localhost and the listening host."""
         self._engine = engine
@@ -116,6 +118,7 @@ class HttpServer:
         self._listener: HealthListener | None = None
         self._accepting: set[asyncio.Task[None]] = set()
         self._unread_bodies = UnreadBodies()
+        self._stalled = StalledConnections(stalled_reader_timeout_s)
         self.address = ""
 
     async def start(self, address: str) -> None:
@@ -130,6 +133,7 @@ class HttpServer:
             raise listen_error(address, error) from error
         self.address = at_port(address, listeners[0].getsockname()[1])
         self._heartbeat.start()
+        self._stalled.start()
         loop = asyncio.get_running_loop()
         self._listener = HealthListener(
             listeners, self._heartbeat, lambda connection: _call_soon(loop, self._accept, connection)
@@ -141,6 +145,7 @@ class HttpServer:
         if self._listener is not None:
             self._listener.close()
         self._heartbeat.stop()
+        self._stalled.stop()
         server = self._runner.server
         if server is not None and grace_s:
             server.pre_shutdown()
@@ -169,6 +174,7 @@ class HttpServer:
             transport, _ = await loop.connect_accepted_socket(
                 server, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
+            self._stalled.add(transport)
             loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
 
     def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:

@@ -22,10 +22,11 @@ from scheduler.servers.access import Access
 from scheduler.servers.health import MAX_SILENT
 from scheduler.servers.http_server import HttpServer
 from scheduler.servers.refusals import Refusals
-from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS
+from scheduler.telemetry.limits import NUM_LIMITED, OPEN_CONNECTIONS, SILENT_CONNECTIONS, STALLED_READERS
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.limits import counted
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -392,4 +393,26 @@ async def test_a_connection_without_a_further_request_is_closed(
     await server.start("127.0.0.1:0")
     assert b" 200 " in await exchanged(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b" 200 " in await exchanged(server, b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+    await server.stop()
+
+
+async def test_a_client_that_reads_nothing_loses_its_connection(engine: FakeEngine) -> None:
+    metrics = SchedulerMetrics()
+    metrics.engine = cast("Engine", engine)
+    server = HttpServer(metrics.engine, metrics, stalled_reader_timeout_s=0.4)
+    await server.start("127.0.0.1:0")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(server.address.split(":")[1])))
+    client.setblocking(False)
+    before = NUM_LIMITED[STALLED_READERS]
+
+    def is_dropped() -> bool:
+        with suppress(BlockingIOError, ConnectionError):  # requests whose answers are not read
+            client.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        return NUM_LIMITED[STALLED_READERS] > before
+
+    await until(is_dropped, what="the connection is dropped")
+    assert (await get(server, "/metrics"))[0] == 200
+    client.close()
     await server.stop()
