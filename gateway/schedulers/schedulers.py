@@ -19,6 +19,7 @@ from gateway.schedulers.stream import Caller, GenerationStream
 from gateway.schedulers.tenants import KnownTenants
 from gateway.schedulers.waiting import WaitingRequests
 from quire.errors import PermissionDeniedError, QuireError, UnauthenticatedError, UnavailableError
+from quire.tls import TlsError
 from quire.tries import ServerContact
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ DEFAULT_MAX_WAIT_S = 30.0
 
 FOLLOW_INTERVAL_S = 0.5
 """Time between two looks at the addresses. A look is one `stat` of a file."""
+
+JOIN_RETRY_S = 2.0
 
 LEAVE_INTERVAL_S = 0.5
 
@@ -204,7 +207,19 @@ class Schedulers:
         return all(task.result() for task in answered)
 
     async def _join(self, connection: Connection, must_refuse_strangers: bool) -> None:
-        """Adds a scheduler. One that is not used because it accepts strangers is not asked again until it has left."""
+        """Adds a scheduler. If its certificates cannot be read, which may be replaced just now, it is tried again."""
+        while True:
+            try:
+                return await self._join_once(connection, must_refuse_strangers)
+            except TlsError as error:
+                log.warning("scheduler %s has not joined: %s", connection.address, error)
+            await asyncio.sleep(JOIN_RETRY_S)
+
+    async def _join_once(self, connection: Connection, must_refuse_strangers: bool) -> None:
+        """Adds a scheduler. Raises TlsError.
+
+        One that is not used because it accepts strangers is not asked again until it has left.
+        """
         address = connection.address
         if must_refuse_strangers:
             unknown = self._make(connection, Replicas())  # so that it is not chosen before it has answered

@@ -12,6 +12,8 @@ import pytest
 
 from gateway.schedulers import schedulers as schedulers_module
 from gateway.schedulers.schedulers_file import MAX_BYTES, SchedulersFile, read_addresses
+from quire.channel import Connection
+from tests.support.certificates import Authority
 from tests.support.gateway.fake_scheduler import FakeScheduler
 from tests.support.gateway.rig import CHAT, Rig, content
 from tests.support.waiting import until
@@ -215,3 +217,33 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         secret.chmod(stat.S_IWUSR)
         with pytest.raises(ValueError, match="secret"):
             read_addresses(str(secret))
+
+
+def replaced(path: Path, text: str) -> str:
+    """Returns what the file held before."""
+    before = path.read_text()
+    path.write_text(text)
+    return before
+
+
+async def test_a_scheduler_joins_though_the_file_of_authorities_was_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedulers_module, "JOIN_RETRY_S", 0.01)
+    ca = Path(Authority.create(tmp_path).ca)
+    known = ["127.0.0.1:1"]
+
+    def connections() -> list[Connection]:
+        return [Connection(address, None, False, str(ca), None) for address in known]
+
+    schedulers = schedulers_module.Schedulers(connections(), 5.0, can_change=True)
+    await schedulers.start()
+    following = asyncio.create_task(schedulers.follow(connections))
+    text = replaced(ca, "-----BEGIN CERTIFICATE-----")
+    known.append("127.0.0.1:2")
+    await until(lambda: "127.0.0.1:2" in schedulers._joining)
+    await asyncio.sleep(0.1)
+    replaced(ca, text)
+    await until(lambda: [each.address for each in schedulers.all] == known)
+    following.cancel()
+    await schedulers.close()
