@@ -129,7 +129,8 @@ class ClientText:
     def _check_role(self, role: str) -> None:
         if role in USUAL_ROLES or f"'{role}'" in self._template or f'"{role}"' in self._template:
             return
-        if any(role in text[1:-1] for text in self._stand_ins):
+        plain = role.strip().casefold()  # a template may change it so
+        if any(plain in text[1:-1].casefold() for text in self._stand_ins):
             raise TemplateError(f"the role {role!r} is part of a control token, and the template does not mention it")
 
 
