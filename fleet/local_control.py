@@ -92,8 +92,9 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
         pass
     directory.mkdir(mode=0o700, exist_ok=True)
-    write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
+    # There is a fleet if there are settings, so they are written last and removed first.
     write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
+    write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
     relaunch(directory)
     return previous is None
 
@@ -141,6 +142,7 @@ def run(directory: Path) -> int:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             controller.run()
             server.shutdown()
+        (directory / "settings.json").unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
     return 0
 

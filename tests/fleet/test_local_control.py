@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fleet import local_control
+from fleet.client import LocalClient
 from fleet.controller import Controller
 from fleet.local_control import MAX_COMMAND_BYTES, ask
 from fleet.settings import FleetSettings
@@ -117,3 +118,22 @@ def test_a_controller_with_damaged_files_ends_and_is_not_started_again(
     (tmp_path / "wanted.json").write_text(wanted)
     assert local_control.run(tmp_path) == 2
     assert local_control.keep(tmp_path) == 0
+
+
+def test_an_up_that_dies_between_its_files_leaves_no_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, settings = tmp_path / "fleet", FleetSettings("test", "local", "model")
+    write, started = local_control.write_atomically, []
+    monkeypatch.setattr(local_control, "relaunch", started.append)
+
+    def dies(path: Path, text: str) -> None:
+        write(path, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_control, "write_atomically", dies)
+    with pytest.raises(KeyboardInterrupt):
+        local_control.launch(directory, settings, Wanted.of(2))
+    monkeypatch.setattr(local_control, "write_atomically", write)
+    with pytest.raises(FleetError, match="there is no fleet"):
+        LocalClient(directory).ask("down", {})
+    assert local_control.launch(directory, settings, Wanted.of(1)) is True
+    assert started == [directory]
