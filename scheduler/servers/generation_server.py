@@ -132,7 +132,8 @@ class GenerationServer(GenerationServicer):
         running = () if core is None else core.state.batch.running
         num_running = len({sequence.request.request_id for sequence in running})
         # Sizes would tell a tenant what others send, and what of that is cached.
-        sizes = core if CALLER.get().may(_SIZES) else None
+        caller = CALLER.get(None)
+        sizes = core if caller is not None and caller.may(_SIZES) else None
         return pb.GetServerInfoResponse(
             version=build_version(),
             model_name=model.model_name,
