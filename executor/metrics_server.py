@@ -44,6 +44,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Returns whether there is a place for a connection; otherwise it is closed."""
         return self._places.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._places.release()
+            raise
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)

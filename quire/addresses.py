@@ -13,6 +13,7 @@ from tempfile import gettempdir
 
 UNIX = "unix:"
 FILE = "file:"  # an address that stands in a file, because it changes
+
 # Free ports are chosen below the range that systems use for outgoing connections, which could take a port between its
 # choice and its use. Each process begins with a range of its own, so that two processes started together choose
 # different ports. A fleet of 128 replicas needs some 400.

@@ -52,19 +52,12 @@ class AsyncEventStream:
                 if message is grpc.aio.EOF:
                     self._closed = True
                     break
-                if (event := self._event(message)) is not None:
+                if (event := self._tries.event(message, self.close)) is not None:
                     return event
                 continue
             if not self._closed:  # otherwise another task closed it
                 await self._begin_again(error)
         raise StopAsyncIteration
-
-    def _event(self, message: generation_pb2.GenerateResponse) -> Event | None:
-        try:
-            return self._tries.event(message)
-        except QuireError:  # the server does not know that this client cannot use its answer
-            self.close()
-            raise
 
     def close(self) -> None:
         """Cancels the request unless it has ended; iteration then stops. May be called more than once."""

@@ -45,19 +45,12 @@ class EventStream:
             except grpc.RpcError as rpc_error:
                 error = from_rpc_error(rpc_error)
             else:
-                if (event := self._event(message)) is not None:
+                if (event := self._tries.event(message, self.close)) is not None:
                     return event
                 continue
             if not self._closed:  # otherwise another thread closed it
                 self._begin_again(error)
         raise StopIteration
-
-    def _event(self, message: generation_pb2.GenerateResponse) -> Event | None:
-        try:
-            return self._tries.event(message)
-        except QuireError:  # the server does not know that this client cannot use its answer
-            self.close()
-            raise
 
     def close(self) -> None:
         """Cancels the request unless it has ended; iteration then stops. Any thread may call it, more than once."""

@@ -5,7 +5,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -125,9 +125,16 @@ class Tries:
         """True if another call can continue the stream from what was received."""
         return self._resumable is not None and self._resumable.can_continue
 
-    def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
-        """Returns the event of a message, or None if it has nothing for the user. Raises InternalError as `accept`."""
-        return messages.event(message) if self.accept(message) else None
+    def event(self, message: generation_pb2.GenerateResponse, close: Callable[[], None]) -> Event | None:
+        """Returns the event of a message, or None if it has nothing for the user.
+
+        Calls `close` before it raises InternalError, because the server goes on with an answer that cannot be used.
+        """
+        try:
+            return messages.event(message) if self.accept(message) else None
+        except QuireError:
+            close()
+            raise
 
     def accept(self, message: generation_pb2.GenerateResponse) -> bool:
         """Adds a message to what was received. Returns False if it has nothing for the user.

@@ -15,7 +15,7 @@ from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Chunks, EchoedPrompt, Head, ParsedRequest
 from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.http.model_tools import prepare
-from gateway.http.readers import Reader, SlowReaders
+from gateway.http.reader import Reader
 from gateway.schedulers.stream import Caller, GenerationStream
 from quire.errors import InternalError, QuireError
 from quire.v1 import tokenization_pb2
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gateway.http.model_tools import ServedModelTools
     from gateway.http.served_models import ServedModels
     from gateway.schedulers.schedulers import Schedulers
+    from quire.slow_readers import SlowReaders
     from quire.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)

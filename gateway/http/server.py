@@ -23,11 +23,11 @@ from gateway.http.generation import GenerationHandler
 from gateway.http.metrics import GatewayMetrics
 from gateway.http.model_tools import ServedModelTools
 from gateway.http.pages import Pages
-from gateway.http.readers import SlowReaders
 from gateway.http.served_models import ServedModels
 from quire.addresses import HostPort, at_port, listen_error
-from quire.bad_requests import ignore_bad_requests
 from quire.errors import InternalError
+from quire.http_runner import http_runner
+from quire.slow_readers import SlowReaders
 from quire.unread_bodies import UnreadBodies
 
 if TYPE_CHECKING:
@@ -54,12 +54,6 @@ HANDSHAKE_TIMEOUT_S = 10.0
 _ACCEPT_S = 1.0
 """Time after which an accepted connection has begun, or ended."""
 
-KEEPALIVE_S = 75.0
-"""Time in which it has to send the header of a further request."""
-
-SHUTDOWN_TIMEOUT_S = 0.01
-"""Time that open requests get when draining has ended. aiohttp takes 0 as no limit, so it cannot be 0."""
-
 
 class GatewayServer:
     """Serves the API of OpenAI, vLLM's additions to it, and the chat page."""
@@ -83,15 +77,7 @@ class GatewayServer:
         app = web.Application(middlewares=[self._middleware()])
         self._add_routes(app)
         ChatPage(config.live_page, config.hosts).add_to(app)
-        # Handlers of disconnected clients are cancelled, so that no text is generated without a reader.
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=KEEPALIVE_S,
-            lingering_time=0,  # what is left of a body is read by `UnreadBodies`, slowly
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-        )
+        self._runner = http_runner(app)
 
     def _add_routes(self, app: web.Application) -> None:
         pages, serve = self._pages, self.generation.serve
@@ -116,7 +102,6 @@ class GatewayServer:
 
     async def start(self) -> None:
         """Listens and serves. Raises AddressInUse or AddressUnusable."""
-        ignore_bad_requests()
         await self._runner.setup()
         server = self._runner.server
         if server is None:

@@ -10,7 +10,8 @@ from weakref import WeakSet
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
-from quire.bad_requests import ignore_bad_requests
+from quire.http_runner import http_runner
+from quire.slow_readers import SlowReaders
 from quire.static_files import HEADERS
 from quire.tls import ssl_context
 from quire.unread_bodies import UnreadBodies
@@ -21,8 +22,7 @@ from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
 from scheduler.servers.http_access import refusal
 from scheduler.servers.read_budget import ReadBudget
-from scheduler.servers.stalled_connections import StalledConnections
-from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, limited
+from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, STALLED_READERS, limited
 
 if TYPE_CHECKING:
     import socket
@@ -43,12 +43,6 @@ FIRST_REQUEST_S = 10.0
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a client has for the handshake of TLS."""
-
-KEEPALIVE_S = 75.0
-"""Time after which a connection without a further request is closed."""
-
-SHUTDOWN_TIMEOUT_S = 0.01
-"""Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
 
 
 class HttpServer:
@@ -101,15 +95,7 @@ class HttpServer:
         )
         if live_page is not None:
             live_page.add_to(app)
-        # Handlers of disconnected clients are cancelled, so that no completion is computed without a reader.
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=KEEPALIVE_S,
-            lingering_time=0,  # what is left of a body is read by `UnreadBodies`, slowly
-            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-        )
+        self._runner = http_runner(app)
         self._reads = ReadBudget()
         self._probes = ReadBudget(max_waiting=None)  # a probe that is refused would look like an unready server
         self._max_connections = max_http_connections()
@@ -118,22 +104,22 @@ class HttpServer:
         self._listener: HealthListener | None = None
         self._accepting: set[asyncio.Task[None]] = set()
         self._unread_bodies = UnreadBodies()
-        self._stalled = StalledConnections(stalled_reader_timeout_s)
+        self._readers = SlowReaders(stalled_reader_timeout_s, lambda: limited(STALLED_READERS))
         self.address = ""
 
     async def start(self, address: str) -> None:
         """Listens on an address (host:port) and serves. Raises AddressInUse or AddressUnusable."""
         wanted = HostPort.parse(address)
         self._hosts = AllowedHosts(wanted.host, *self._allowed_hosts)
-        ignore_bad_requests()
         await self._runner.setup()
+        if self._runner.server is not None:
+            self._readers.start(self._runner.server)
         try:
             listeners = listen(wanted.host, wanted.port)
         except OSError as error:
             raise listen_error(address, error) from error
         self.address = at_port(address, listeners[0].getsockname()[1])
         self._heartbeat.start()
-        self._stalled.start()
         loop = asyncio.get_running_loop()
         self._listener = HealthListener(
             listeners, self._heartbeat, lambda connection: _call_soon(loop, self._accept, connection)
@@ -145,7 +131,7 @@ class HttpServer:
         if self._listener is not None:
             self._listener.close()
         self._heartbeat.stop()
-        self._stalled.stop()
+        self._readers.stop()
         server = self._runner.server
         if server is not None and grace_s:
             server.pre_shutdown()
@@ -174,7 +160,6 @@ class HttpServer:
             transport, _ = await loop.connect_accepted_socket(
                 server, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-            self._stalled.add(transport)
             loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
 
     def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.api import chat_answer
 from gateway.http import generation
-from gateway.http.readers import Reader
+from gateway.http.reader import Reader
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import Answer, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig, content, parsed_events

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,14 @@ from scheduler.engine.engine import Engine, ServerState
 from scheduler.identity.identity import Identity, Role
 from scheduler.identity.key_file import add_key
 from scheduler.identity.verifier import Verifier
-from scheduler.servers import http_server
 from scheduler.servers.access import Access
 from scheduler.servers.health import MAX_SILENT
 from scheduler.servers.http_server import HttpServer
 from scheduler.servers.refusals import Refusals
-from scheduler.telemetry.limits import NUM_LIMITED, OPEN_CONNECTIONS, SILENT_CONNECTIONS, STALLED_READERS
+from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.limits import counted
-from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -337,82 +335,3 @@ async def test_the_rest_of_a_body_is_read_slowly(
         assert writer.transport.get_write_buffer_size() > num_bytes // 2, "the server has read a part only"
     finally:
         writer.transport.abort()
-
-
-async def exchanged(server: HttpServer, *heads: bytes) -> bytes:
-    """Returns what a connection receives until its end, after each of its requests has been answered."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.split(":")[1]))
-    received = b""
-    for head in heads:
-        writer.write(head)
-        received += await asyncio.wait_for(reader.readline(), 20)
-    received += await asyncio.wait_for(reader.read(), 20)
-    writer.close()
-    return received
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET /readyz HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer qk_secret\x01\r\n\r\n",
-        b"GET /readyz HTTP/1.1\r\nHost: x\r\nAuthorization : Bearer qk_secret\r\n\r\n",
-        b"POST /readyz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nqk_secret\r\n",
-    ],
-)
-async def test_requests_that_are_not_http_leave_nothing_in_the_log(
-    server: HttpServer, head: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Strangers decide how often they come, and aiohttp would quote their bytes."""
-    caplog.set_level("DEBUG")
-    assert b" 4" in await exchanged(server, head)
-    assert "secret" not in caplog.text
-    assert [each for each in caplog.records if each.name == "aiohttp.server" and each.levelname == "ERROR"] == []
-
-
-async def test_a_body_behind_an_unknown_expectation_is_not_read(server: HttpServer) -> None:
-    head = b"POST /readyz HTTP/1.1\r\nHost: x\r\nExpect: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.split(":")[1]))
-    writer.write(head)
-    assert b" 417 " in await asyncio.wait_for(reader.readline(), 20)
-    num_pieces = 0
-    with suppress(ConnectionError):
-        while num_pieces < 2000:  # 125 MiB
-            writer.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-            await writer.drain()
-            num_pieces += 1
-    assert num_pieces < 1000
-
-
-async def test_a_connection_without_a_further_request_is_closed(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.2)
-    metrics = SchedulerMetrics()
-    metrics.engine = cast("Engine", engine)
-    server = HttpServer(metrics.engine, metrics)
-    await server.start("127.0.0.1:0")
-    assert b" 200 " in await exchanged(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert b" 200 " in await exchanged(server, b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
-    await server.stop()
-
-
-async def test_a_client_that_reads_nothing_loses_its_connection(engine: FakeEngine) -> None:
-    metrics = SchedulerMetrics()
-    metrics.engine = cast("Engine", engine)
-    server = HttpServer(metrics.engine, metrics, stalled_reader_timeout_s=0.4)
-    await server.start("127.0.0.1:0")
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", int(server.address.split(":")[1])))
-    client.setblocking(False)
-    before = NUM_LIMITED[STALLED_READERS]
-
-    def is_dropped() -> bool:
-        with suppress(BlockingIOError, ConnectionError):  # requests whose answers are not read
-            client.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        return NUM_LIMITED[STALLED_READERS] > before
-
-    await until(is_dropped, what="the connection is dropped")
-    assert (await get(server, "/metrics"))[0] == 200
-    client.close()
-    await server.stop()

@@ -1,12 +1,10 @@
-"""Drops clients that do not read their answer."""
+"""Drops HTTP clients that do not read what waits for them: each holds a descriptor and its bytes."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from aiohttp import hdrs
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,49 +13,16 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 1.0
 
-_MAX_BUFFERED = 16 << 10
-"""Bytes that may wait for a client to read when `write_now` adds some."""
 
-
-class Reader:
-    """Writes to one client. aiohttp buffers about 128 KiB for it, then `write` waits until the client reads on.
+class Stream(Protocol):
+    """An answer that is written bit by bit, often without waiting for its client.
 
     connection  of the client
-    is_blocked  `write` waits
+    is_blocked  a write waits for the client to read
     """
 
-    __slots__ = ("_response", "_transport", "connection", "is_blocked")
-
-    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
-        self._response = response
-        self._transport = request.transport
-        self.connection = request.protocol
-        self.is_blocked = False
-
-    async def write(self, text: str) -> None:
-        """Raises ConnectionResetError if the client has gone."""
-        self.is_blocked = True
-        await self._response.write(text.encode())
-        self.is_blocked = False
-
-    @property
-    def is_free(self) -> bool:
-        """True if `write_now` may be called: the response has begun in chunks, and its client reads fast enough."""
-        transport = self._transport
-        return (
-            transport is not None
-            and not self.is_blocked
-            and self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
-            and transport.get_write_buffer_size() < _MAX_BUFFERED
-        )
-
-    def write_now(self, text: str) -> None:
-        """Writes a chunk of HTTP/1.1 (RFC 9112, section 7.1), without what aiohttp does for each. Raises
-        ConnectionResetError if the client has gone."""
-        if self._transport is None or self._transport.is_closing():
-            raise ConnectionResetError("the client has gone")
-        data = text.encode()
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    connection: web.RequestHandler
+    is_blocked: bool
 
 
 @dataclass(slots=True)
@@ -85,7 +50,7 @@ class SlowReaders:
         self._limit_s = limit_s
         self._on_drop = on_drop
         self._progress: dict[web.RequestHandler, _Progress] = {}
-        self._streams: dict[web.RequestHandler, Reader] = {}
+        self._streams: dict[web.RequestHandler, Stream] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self, server: web.Server) -> None:
@@ -95,13 +60,13 @@ class SlowReaders:
         if self._task is not None:
             self._task.cancel()
 
-    def add(self, reader: Reader) -> None:
+    def add(self, stream: Stream) -> None:
         """Called when a stream begins."""
-        self._streams[reader.connection] = reader
+        self._streams[stream.connection] = stream
 
-    def remove(self, reader: Reader) -> None:
+    def remove(self, stream: Stream) -> None:
         """Called when it ends."""
-        self._streams.pop(reader.connection, None)
+        self._streams.pop(stream.connection, None)
 
     async def _watch(self, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
@@ -121,7 +86,7 @@ class SlowReaders:
                 self._on_drop()
                 progress.transport.abort()  # this cancels the handler
 
-    def _has_stalled(self, progress: _Progress, stream: Reader | None, now_s: float) -> bool:
+    def _has_stalled(self, progress: _Progress, stream: Stream | None, now_s: float) -> bool:
         num_waiting = progress.transport.get_write_buffer_size()
         is_streaming = stream is not None and not stream.is_blocked
         if is_streaming or not num_waiting or num_waiting < progress.num_waiting:
