@@ -39,7 +39,7 @@ FROM ${BASE_IMAGE} AS runtime
 # A new volume takes owner and mode of the directory in the image. /run/quire holds the socket file of the executor.
 RUN mkdir -p /cache/hub /cache/kernels && install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire
 COPY deploy/health_check.py /opt/quire/health_check.py
-ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GRPC_VERBOSITY=ERROR \
     NUMBA_CACHE_DIR=/cache/kernels TRITON_CACHE_DIR=/cache/kernels/triton
 USER 10001:10001
 EXPOSE 9102

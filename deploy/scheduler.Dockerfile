@@ -32,7 +32,7 @@ FROM ${BASE_IMAGE}
 RUN mkdir -p /cache/hub && install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire
 COPY --from=build /opt/quire /opt/quire
 COPY deploy/health_check.py /opt/quire/health_check.py
-ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GRPC_VERBOSITY=ERROR
 USER 10001:10001
 EXPOSE 50051 8080
 ENTRYPOINT ["quire", "scheduler"]

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+_ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
+"""Otherwise gRPC writes a line for each failed handshake. It reads this variable when it is imported."""
+
 _LIFELINE = str(Path(__file__).parents[1] / "lifeline.py")
 _MAX_LINE_BYTES = 1 << 16
 
@@ -124,7 +127,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name not in self._without},
+                env=_ENVIRONMENT | {name: value for name, value in os.environ.items() if name not in self._without},
             )
         except OSError as error:
             self._emit(str(error).encode())

@@ -229,6 +229,10 @@ async def test_draining_lets_open_streams_end_and_refuses_new_ones() -> None:
         status, body = await rig.chat()
         assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert (await rig.get("/health"))[0] == 503
+        probe, new = await asyncio.open_connection(*rig.server.address.split(":"))
+        new.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b" 200 " in await probe.readline(), "it listens until the end"
+        new.close()
         go_on.set()
         text = (await asyncio.wait_for(reader.read(), 30)).decode()
         assert await stopping is True

@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.routing.fair_line import Tenant
 from gateway.schedulers.tenants import KEEP_S, MAX_CLIENTS, KnownTenants
-from quire.errors import UnauthenticatedError
+from quire.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
 
 
 async def test_tenants_are_asked_for_once_in_a_while() -> None:
@@ -38,3 +38,16 @@ def test_the_credentials_are_not_kept() -> None:
     asyncio.run(tenants.find("Bearer secret", ask))
     kept: Any = tenants._found
     assert "secret" not in repr(kept)
+
+
+async def test_a_scheduler_that_does_not_answer_says_nothing_about_a_client() -> None:
+    answers: list[Tenant | Exception] = [UnavailableError("draining"), DeadlineExceededError("late"), Tenant("t")]
+
+    async def ask(authorization: str) -> Tenant:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    tenants = KnownTenants()
+    assert [await tenants.find("a", ask) for _ in range(4)] == [None, None, Tenant("t"), Tenant("t")]

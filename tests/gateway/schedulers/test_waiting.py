@@ -250,3 +250,38 @@ async def test_streams_that_meet_a_full_queue_pause_between_their_tries(monkeypa
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_broken_streams_at_a_limit_of_their_tenant_hold_up_no_other_tenant() -> None:
+    async with Rig(2, routing="round-robin", max_wait_s=60.0) as rig:
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 10_000, 0.05
+
+        async def read(text: str) -> None:
+            stream = await rig.schedulers.open(pb.GenerateRequest(text=text), Caller())
+            while await stream.next() is not None:
+                pass
+
+        tasks = [asyncio.create_task(read(f"a{i}")) for i in range(16)]
+        first, second = rig.fakes
+        await until(lambda: len(first.opened) == len(second.opened) == 8)
+        await asyncio.sleep(0.2)
+        num_tries = 0
+
+        async def limited(request: pb.GenerateRequest) -> Answer:
+            nonlocal num_tries
+            if request.text.startswith("a"):
+                num_tries += 1
+                raise Failure(FULL.code, "more than 5 requests a minute", retry_after_s=30, is_of_tenant=True)
+            second.words_each, second.step_s = 3, 0.0
+            async for message in second.words(request):
+                yield message
+
+        second.answer = limited
+        await first.stop()
+        await until(lambda: num_tries >= 8)
+        await asyncio.wait_for(asyncio.gather(*(read(f"b{i}") for i in range(8))), 30)
+        assert num_tries < 40, "eight streams that are told to come again after 30 s"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

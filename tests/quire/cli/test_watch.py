@@ -235,6 +235,33 @@ async def test_a_child_does_not_get_the_variables_that_it_must_not_have(monkeypa
     assert log.of("gateway") == ["['PUBLIC']"]
 
 
+FAILED_HANDSHAKES = """
+import socket, sys, grpc
+from concurrent import futures
+server = grpc.server(futures.ThreadPoolExecutor(1))
+key, certificate = (open(path, "rb").read() for path in sys.argv[1:])
+port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+server.start()
+for _ in range(3):
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+        connection.recv(1000)
+server.stop(0).wait()
+print("done")
+"""
+
+
+async def test_failed_handshakes_at_a_child_write_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers decide how often they come."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    files, log = Authority.create(tmp_path).issue("server", "DNS:localhost"), Log()
+    command = (sys.executable, "-c", FAILED_HANDSHAKES, files.key, files.certificate)
+    started = Child(ChildSpec("scheduler", command), log)
+    await started.start()
+    await started.wait()
+    assert log.of("scheduler") == ["done"]
+
+
 @pytest.mark.parametrize("num_turns", range(6))
 async def test_a_cancelled_check_ends_though_its_answer_has_just_come(
     monkeypatch: pytest.MonkeyPatch, num_turns: int

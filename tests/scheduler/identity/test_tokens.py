@@ -106,6 +106,7 @@ def public_pem(name: str) -> bytes:
     [
         lambda: token(exp=time.time() - 600),
         lambda: token(exp=None),
+        lambda: token(exp=10**400),
         lambda: token(iss="https://other"),
         lambda: token(iss=None),
         lambda: token(aud="other"),

@@ -123,6 +123,8 @@ async def test_closing_the_connection_takes_a_request_out_of_the_queue(
         (chat([{"role": "user", "text": "hello"}]), {"chat.messages[0].text"}),
         (chat([{"role": 1, "content": ["hello"]}]), {"chat", "chat.messages[0].role", "chat.messages[0].content"}),
         (body(chat={"messages": []}), {"prompt", "chat", "chat.messages"}),
+        (body(resume={"continuation": "", "sequences": [{"finished": 10**30}]}),
+         {"resume.sequences[0]"}),
         ({}, {"prompt"}),
         ([], {""}),
     ],
