@@ -14,6 +14,7 @@ from executor.metrics_server import serve_metrics
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 4)
+    assert metrics_server._Handler.timeout == metrics_server.CONNECTION_TIMEOUT_S
     monkeypatch.setattr(metrics_server._Handler, "timeout", 1.0)
     registry = CollectorRegistry()
     Gauge("one", "1", registry=registry).set(1)
