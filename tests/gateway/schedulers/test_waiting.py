@@ -275,14 +275,16 @@ async def test_broken_streams_at_a_limit_of_their_tenant_hold_up_no_other_tenant
             nonlocal num_tries
             if request.text.startswith("a"):
                 num_tries += 1
-                raise Failure(FULL.code, "more than 5 requests a minute", retry_after_s=30, is_of_tenant=True)
-            second.words_each, second.step_s = 3, 0.0
-            async for message in second.words(request):
-                yield message
+                code = grpc.StatusCode.RESOURCE_EXHAUSTED
+                raise Failure(code, "more than 5 requests a minute", retry_after_s=30, is_of_tenant=True)
+            yield pb.GenerateResponse(started=pb.Started(prompt_tokens=3))
+            yield pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_EOS))
 
         second.answer = limited
         await first.stop()
         await until(lambda: num_tries >= 8)
+        await asyncio.sleep(0.2)  # they pause now
+        assert not any(task.done() for task in tasks)
         await asyncio.wait_for(asyncio.gather(*(read(f"b{i}") for i in range(8))), 30)
         assert num_tries < 40, "eight streams that are told to come again after 30 s"
         for task in tasks:
