@@ -126,6 +126,11 @@ class Metrics(Collector):
             "Sequences that failed because their grammar could not be followed", self._num_grammar_ends,
         )  # fmt: skip
         yield self._counter(
+            "quire_executor_grammar_deferred",
+            "Masks of grammars for which a step did not wait: their sequences left the batch for a while",
+            self._grammars.num_deferred,
+        )
+        yield self._counter(
             "quire_executor_grammar_wait_seconds",
             "Time for which steps waited for the masks of grammars", self._grammars.waited_ns * 1e-9,
         )  # fmt: skip

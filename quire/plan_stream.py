@@ -1,9 +1,9 @@
 """The version and the features of the plan stream, on which both ends have to agree before the first plan."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of quire.executor.v1. It is increased if an end that does not know a change would do something wrong."""
 
-LEAST_PROTOCOL_VERSION = 2
+LEAST_PROTOCOL_VERSION = 3
 """The oldest version that this release can speak. With a peer of an older version than its own it does what that
 version says; so it can be lower than PROTOCOL_VERSION only if the code does so."""
 

@@ -9,7 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.attacks.attacks import ATTACKS, Target, run
+from bench.attacks.attacks import ATTACKS, run
+from bench.attacks.target import Target
 from bench.command_line import Parser
 from quire.descriptors import raise_descriptor_limit
 

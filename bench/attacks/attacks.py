@@ -9,15 +9,16 @@ import itertools
 import json
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import aiohttp
 
 from bench.attacks import http2
 from bench.attacks.busy_cores import compute_on_every_core
 from bench.attacks.connections import connection, discard
+from bench.attacks.grammars import large_schemas, slow_masks
 from bench.attacks.large_messages import send_large_messages
 from bench.attacks.resumed_requests import resume_again_and_again
+from bench.attacks.target import Target
 from bench.command_line import BenchError
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
@@ -26,27 +27,6 @@ GENERATE = "/quire.v1.Generation/Generate"
 _MIB = 1 << 20
 _PAUSE_S = 0.01
 _REFUSED = (QuireError, aiohttp.ClientError, OSError, TimeoutError)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The addresses of the services, host:port, and the key with which the attacker is known to them, if any."""
-
-    grpc: str
-    http: str
-    api_key: str | None = None
-
-    def client(self) -> AsyncClient:
-        return AsyncClient(self.grpc, api_key=self.api_key, resume_timeout_s=0)
-
-    def session(self) -> aiohttp.ClientSession:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return aiohttp.ClientSession(
-            f"http://{self.http}",
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(30),
-            connector=aiohttp.TCPConnector(limit=0),
-        )
 
 
 Attack = Callable[[Target], Awaitable[None]]
@@ -246,6 +226,8 @@ ATTACKS: dict[str, Attack] = {
         empty_messages,
         prompt_logprobs,
         resumed_requests,
+        slow_masks,
+        large_schemas,
         silent_connections,
         slow_readers,
         busy_cores,

@@ -103,17 +103,19 @@ class CudaLaunchedStep:
         own: Ints = token_ids[np.searchsorted(self._step.reporting, self._step.sampling)]
         return own
 
-    def end(self, failed: NDArray[np.bool_]) -> None:
-        """Ends sequences whose grammar cannot be followed: failed[R]. Waits for the device, which does not know it.
+    def end(self, reasons: NDArray[np.uint8]) -> None:
+        """Ends sequences for reasons[R] that only the host knows, which are those of grammars. Waits for the device.
 
         Call it before another thread has the step. A row that is not finite keeps its own reason.
         """
-        if not failed.any():
+        is_own = (reasons == EndReason.GRAMMAR) | (reasons == EndReason.DEFERRED)
+        if not is_own.any():
             return
-        reasons = self.finish().end_reasons
-        places = np.searchsorted(self._step.reporting, self._step.sampling[failed])
-        reasons[places[reasons[places] != EndReason.NOT_FINITE]] = EndReason.GRAMMAR
-        self._has_ended = self._has_ended | failed
+        known = self.finish().end_reasons
+        places = np.searchsorted(self._step.reporting, self._step.sampling)
+        is_own &= known[places] != EndReason.NOT_FINITE
+        known[places[is_own]] = reasons[is_own]
+        self._has_ended = self._has_ended | is_own
 
     def ended(self, generations: NDArray[np.int64]) -> tuple[Ints, Ints]:
         """Returns the slots that have ended by this step's result and still hold the same sequence.

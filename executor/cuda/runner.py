@@ -32,7 +32,7 @@ from executor.errors import PlanRejected
 from executor.grammars.grammar_cache import Grammars
 from executor.models.decoder import Decoder
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import EndReason, Ints, Logprobs, Publication, Reports, StepPlan
+from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepPlan
 from executor.sampling.finite import FiniteCheck
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
@@ -106,7 +106,7 @@ class CudaRunner:
             computing()
             launched = self._launch(prepared)
             if prepared.step.is_synchronous:
-                launched.end(self.slots.append(prepared.step.sampling, launched.sampled()) == EndReason.GRAMMAR)
+                launched.end(self.slots.append(prepared.step.sampling, launched.sampled()))
                 self.slots.begin_masks()
         self._launched.append(launched)
         return launched

@@ -15,6 +15,9 @@ from quire.grammars import matcher
 
 Mask = NDArray[np.uint8]
 
+GrammarKey = tuple[str, tuple[int, ...]]
+"""The text of a grammar, and the EOS ids that end its output."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
+from executor.grammars.followed import FollowedGrammar, GrammarKey, Vocabulary, begin, follow
 from executor.grammars.masks import GrammarCounts
-from executor.grammars.workers import Pending, Workers, refused
-from executor.plans.plan import Ints, StepPlan
+from executor.grammars.workers import Pending, Workers
+from executor.plans.plan import SequenceParams, StepPlan
 from quire.grammars import MAX_GRAMMAR_BYTES, grammar_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -30,10 +30,11 @@ MAX_CACHED_CHARACTERS = 16 * MAX_GRAMMAR_BYTES
 _MAX_VOCABULARIES = 4
 """Sets of EOS ids with a vocabulary of their own. Nearly all requests for a model have the same."""
 
+_MAX_DEFERRED = 256
+"""States that were late and are kept for the sequences that have to come back for them."""
+
 _MAX_COMPILING = 2
 _MAX_FOLLOWING = 8
-
-_Key = tuple[str, tuple[int, ...]]
 
 
 class Grammars:
@@ -45,33 +46,30 @@ class Grammars:
         self.vocab_size = vocab_size
         self._tokenizer_json = tokenizer_json
         self._vocabularies: OrderedDict[tuple[int, ...], Vocabulary] = OrderedDict()
-        self._started: OrderedDict[_Key, Pending] = OrderedDict()
+        self._started: OrderedDict[GrammarKey, Pending] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
-        self._refused = refused(vocab_size)
-        failed = self._refused.result()
+        self._deferred: OrderedDict[tuple[GrammarKey, tuple[int, ...]], Pending] = OrderedDict()
+        failed = FollowedGrammar.failed(vocab_size)
         num_threads = min(_MAX_FOLLOWING, len(os.sched_getaffinity(0)))
         self._compiling = Workers(_MAX_COMPILING, "compile-grammar", failed)
         self._following = Workers(num_threads, "follow-grammar", failed)
         self._vocabulary(tuple(sorted({*eos_token_ids})))
 
-    def start(self, grammar: str, eos_token_ids: tuple[int, ...]) -> Pending:
+    def start(self, key: GrammarKey) -> Pending:
         """Returns the state before any output, which is compiled unless it was lately."""
-        key = grammar, eos_token_ids
         with self._lock:
             if (known := self._started.get(key)) is not None:
                 if not known.is_spent:
                     self._started.move_to_end(key)
                     return known
                 del self._started[key]
-                self._num_characters -= len(grammar)
-            if self._compiling.is_overloaded:
-                return self._refused
+                self._num_characters -= len(key[0])
             self.counts.num_compiled += 1
-            started = self._compiling.submit(partial(self._begin, grammar, eos_token_ids))
+            started = self._compiling.submit(partial(self._begin, *key))
             self._started[key] = started
-            self._num_characters += len(grammar)
+            self._num_characters += len(key[0])
             self._evict()
             return started
 
@@ -79,7 +77,19 @@ class Grammars:
         """Begins to compile the grammars of a plan that has arrived, and has to be neither valid nor run."""
         for admission in plan.admissions:
             if admission.params.grammar:
-                self.start(admission.params.grammar, eos_key(admission.params.eos_token_ids))
+                self.start(key_of(admission.params))
+
+    def deferred(self, key: GrammarKey, output: tuple[int, ...]) -> Pending | None:
+        """Returns the state after an output for which a step did not wait; None if there is none."""
+        return self._deferred.get((key, output))
+
+    def keep_deferred(self, key: GrammarKey, output: tuple[int, ...], pending: Pending) -> None:
+        """Keeps a state for which a step does not wait. Called by the device thread alone, like `deferred`."""
+        self.counts.num_deferred += 1
+        self._deferred[key, output] = pending
+        self._deferred.move_to_end((key, output))
+        if len(self._deferred) > _MAX_DEFERRED:
+            self._deferred.popitem(last=False)
 
     def replay(self, start: Pending, output: Sequence[int]) -> Pending:
         """Returns the state after an output that was computed before."""
@@ -129,9 +139,9 @@ class Grammars:
             self._num_characters -= len(grammar)
 
 
-def eos_key(eos_token_ids: Ints) -> tuple[int, ...]:
-    """Returns EOS ids as the grammars of a vocabulary are found by them."""
-    return tuple(sorted({*eos_token_ids.tolist()}))
+def key_of(params: SequenceParams) -> GrammarKey:
+    """Returns the key of a sequence's grammar."""
+    return params.grammar, tuple(sorted({*params.eos_token_ids.tolist()}))
 
 
 def load_grammars(directory: Path, vocab_size: int) -> Grammars | None:

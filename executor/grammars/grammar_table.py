@@ -4,22 +4,16 @@ The state of a slot depends on its grammar and its output alone. Two slots share
 of its own: what is shared is copied and never changed.
 """
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.grammars.grammar_cache import Grammars, eos_key
+from executor.grammars.grammar_cache import Grammars, key_of
 from executor.grammars.masks import GrammarCounts, Masks
+from executor.grammars.slot_grammar import SlotGrammar
 from executor.grammars.workers import Pending, refused
-from executor.plans.plan import Ints, SequenceParams
-
-
-class _Followed(NamedTuple):
-    """The grammar of a slot. is_own: no other slot and no cache has this state."""
-
-    pending: Pending
-    is_own: bool = False
+from executor.plans.plan import EndReason, Ints, SequenceParams
 
 
 class GrammarTable:
@@ -30,7 +24,7 @@ class GrammarTable:
         self._refused = refused(vocab_size)
         self._grammars = grammars
         self._counts = GrammarCounts() if grammars is None else grammars.counts
-        self._by_slot: dict[int, _Followed] = {}
+        self._by_slot: dict[int, SlotGrammar] = {}
         self._not_begun: list[Pending] = []
 
     def __bool__(self) -> bool:
@@ -42,12 +36,16 @@ class GrammarTable:
         if not params.grammar:
             return
         if self._grammars is None:
-            self._by_slot[slot] = _Followed(self._refused)
+            self._by_slot[slot] = SlotGrammar(self._refused)
             return
-        pending = self._grammars.start(params.grammar, eos_key(params.eos_token_ids))
-        if output := token_ids[params.num_prompt_tokens :].tolist():
+        key, output = key_of(params), tuple(token_ids[params.num_prompt_tokens :].tolist())
+        deferred = self._grammars.deferred(key, output)
+        pending = deferred or self._grammars.start(key)
+        if output and deferred is None:
             pending = self._grammars.replay(pending, output)
-        self._by_slot[slot] = _Followed(pending)
+        own = SlotGrammar(pending, key, params.num_prompt_tokens, can_wait=params.num_candidates == 0)
+        own.has_waited = deferred is not None
+        self._by_slot[slot] = own
 
     def drop(self, slots: Ints | tuple[int, ...]) -> None:
         if self._by_slot:
@@ -71,21 +69,32 @@ class GrammarTable:
         """Returns the masks of those slots that have a grammar, by their place in `slots`; None if there are none."""
         if not self._by_slot:
             return None
-        own = {row: self._by_slot[slot].pending for row, slot in enumerate(slots.tolist()) if slot in self._by_slot}
+        own = {row: self._by_slot[slot] for row, slot in enumerate(slots.tolist()) if slot in self._by_slot}
         return Masks(np.array(list(own), dtype=np.int64), tuple(own.values()), self._counts) if own else None
 
-    def forbid(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
-        """Returns which of these tokens their slots may not append.
+    def end_reasons(self, slots: Ints, token_ids: Ints) -> NDArray[np.uint8]:
+        """Returns why these slots may not append the tokens that they have sampled; most may.
 
-        They are sampled only where the grammar cannot be followed: the mask had no token with a finite logit, or there
-        was no mask.
+        They have sampled a token that is forbidden where the grammar cannot be followed: the mask had no token with a
+        finite logit, or there was no mask.
         """
-        is_forbidden = np.zeros(len(slots), dtype=np.bool_)
+        reasons = np.zeros(len(slots), dtype=np.uint8)
         if self._by_slot:
             for row, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
-                own = self._by_slot.get(slot)
-                is_forbidden[row] = own is not None and not own.pending.result().allows(token_id)
-        return is_forbidden
+                if (own := self._by_slot.get(slot)) is None:
+                    continue
+                if own.is_deferred:
+                    reasons[row] = EndReason.DEFERRED
+                elif not own.pending.result().allows(token_id):
+                    reasons[row] = EndReason.GRAMMAR
+        return reasons
+
+    def keep_deferred(self, slot: int, token_ids: Ints) -> None:
+        """Keeps the state of a deferred slot until its sequence returns. token_ids: all tokens of the sequence."""
+        own = self._by_slot[slot]
+        if self._grammars is not None and own.key is not None:
+            output = tuple(token_ids[own.num_prompt_tokens :].tolist())
+            self._grammars.keep_deferred(own.key, output, own.pending)
 
     def consume(self, slots: Ints, token_ids: Ints) -> None:
         """Follows tokens that were appended. The masks after them are computed once `begin_masks` is called."""
@@ -96,7 +105,7 @@ class GrammarTable:
             if (own := self._by_slot.get(slot)) is not None:
                 pending = self._grammars.after(own.pending, token_id, is_own=own.is_own)
                 self._not_begun.append(pending)
-                self._by_slot[slot] = _Followed(pending, is_own=True)
+                self._by_slot[slot] = replace(own, pending=pending, has_waited=False, is_own=True)
 
     def begin_masks(self) -> None:
         """Lets other threads compute the masks after the tokens that were consumed. `masks` needs that.
@@ -107,8 +116,8 @@ class GrammarTable:
             self._grammars.begin(self._not_begun)
             self._not_begun = []
 
-    def _shared(self, slot: int) -> _Followed:
+    def _shared(self, slot: int) -> SlotGrammar:
         """Returns the state of a slot for another one to have too."""
         own = self._by_slot[slot]
-        self._by_slot[slot] = _Followed(own.pending)
-        return self._by_slot[slot]
+        own.is_own = False
+        return replace(own)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.grammars.workers import Pending
+from executor.grammars.slot_grammar import Patience, SlotGrammar
 
 _BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _BOUNDS = _BOUNDS.astype(np.float32)
@@ -18,30 +18,33 @@ _BOUNDS = _BOUNDS.astype(np.float32)
 
 @dataclass(slots=True)
 class GrammarCounts:
-    """Counts for the metrics: grammars that were compiled, and nanoseconds for which steps waited for masks.
+    """Counts for the metrics: grammars that were compiled, nanoseconds for which steps waited for masks, and masks for
+    which they did not wait.
 
-    num_compiled is changed under the lock, waited_ns by the device thread alone.
+    num_compiled is changed under the lock, the others by the device thread alone.
     """
 
     num_compiled: int = 0
     waited_ns: int = 0
+    num_deferred: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Masks for some rows: rows[m] ascending, and the state of each."""
+    """Masks for some rows: rows[m] ascending, and the grammar of each."""
 
     rows: NDArray[np.int64]
-    pending: tuple[Pending, ...]
+    grammars: tuple[SlotGrammar, ...]
     counts: GrammarCounts
+    patience: Patience = field(default_factory=Patience)
 
     def forbid(self, logits: Tensor) -> None:
         """Sets the logits of all tokens that may not come next to -inf. Waits for the masks.
 
-        Mutates the rows of logits[num_rows, vocab_size].
+        The rows of deferred sequences stay as they are. Mutates the rows of logits[num_rows, vocab_size].
         """
-        if not self.pending:
+        if not self.grammars:
             return
         if logits.device.type == "cpu":
             self._forbid_on_cpu(logits.numpy())
@@ -66,18 +69,18 @@ class Masks:
 
     def failed(self) -> NDArray[np.int64]:
         """Returns the rows whose grammar cannot be followed. All their tokens are allowed, for one to be sampled."""
-        has_failed = [each.result().run is None for each in self.pending]
+        has_failed = [each.state(self.patience).run is None for each in self.grammars]
         return self.rows[has_failed]
 
     def between(self, first: int, last: int) -> "Masks":
         """Returns the masks of the rows [first, last), numbered from 0."""
         start, stop = np.searchsorted(self.rows, (first, last)).tolist()
-        return Masks(self.rows[start:stop] - first, self.pending[start:stop], self.counts)
+        return Masks(self.rows[start:stop] - first, self.grammars[start:stop], self.counts, self.patience)
 
     def _packed(self) -> NDArray[np.uint8]:
         started_ns = time.monotonic_ns()
         # The last one first: once it is there, no other wait gives up this thread's turn with the interpreter.
-        masks = [each.result().mask for each in reversed(self.pending)][::-1]
+        masks = [each.state(self.patience).mask for each in reversed(self.grammars)][::-1]
         packed = np.concatenate(masks).reshape(len(masks), -1)
         self.counts.waited_ns += time.monotonic_ns() - started_ns
         return packed

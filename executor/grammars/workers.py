@@ -1,10 +1,10 @@
 """Threads that compile and follow grammars, and the states that they compute.
 
-The limits of llguidance count states and items, but the time for an item grows with the grammar: a few kilobytes of
-text can occupy a thread for minutes. Such a thread cannot be ended. After LIMIT_S of its CPU time for one state the
-wait for it is given up, and with it the grammar; another thread takes over the rest of its batch, and it goes on with
-the lowest priority. CPU time does not pass while the process is suspended or waits for a core, so the load of a machine
-ends no sequence.
+The limits of llguidance count states and items, but the time for an item grows with the grammar: 2 KB of text can
+occupy a thread for seconds at each token. Such a thread cannot be ended. So a step waits for a state only as long as
+`state_by` says. A state that is late then is detached: its thread goes on with a low priority, and another one takes
+over the rest of its batch. After LIMIT_S of CPU time the state is given up, and with it the grammar. CPU time does not
+pass while the process is suspended or waits for a core, so the load of a machine ends no sequence.
 
 The states of a step are handed over in batches of about a millisecond. With a small vocabulary, a state takes less
 time than waking a thread, or than threads wait for each other's turn with the interpreter.
@@ -30,13 +30,15 @@ LIMIT_S = 2.0
 """CPU time for one state: to compile a grammar, to replay an output, to follow one token."""
 
 MAX_STUCK = 4
-"""Threads that may be given up at once. While there are so many, no grammar is followed."""
+"""Detached threads in whose place others were started. Another one leaves its place empty until one of them ends."""
 
 _TOKENS_OF_A_BATCH = 1 << 21
 """States of a batch, times the size of the vocabulary: the time of a mask grows with the vocabulary."""
 
 _POLL_S = 0.1
-_LOWEST_PRIORITY = 19
+
+_DETACHED, _GIVEN_UP = 10, 19
+"""The niceness of such threads. A detached one is still needed: it gets a tenth of a core that others want too."""
 
 Work = Callable[[], FollowedGrammar]
 
@@ -44,7 +46,7 @@ Work = Callable[[], FollowedGrammar]
 class Pending:
     """A state that a worker computes. Any thread may wait for it."""
 
-    __slots__ = ("_done", "_lock", "_origin", "_state", "_work", "_workers")
+    __slots__ = ("_done", "_lock", "_origin", "_state", "_was_refused", "_work", "_workers")
 
     def __init__(self, workers: "Workers", work: Work, origin: "Pending | None" = None) -> None:
         """Waits for nothing yet. If the wait is given up later, `origin`, the start of the grammar, fails too."""
@@ -52,6 +54,7 @@ class Pending:
         self._work: Work | None = work
         self._origin = origin
         self._state: FollowedGrammar | None = None
+        self._was_refused = False
         self._lock = threading.Lock()
         self._done = threading.Lock()  # held until there is a state; an Event would take a third of the time of a state
         self._done.acquire()
@@ -61,21 +64,44 @@ class Pending:
         return self._origin or self
 
     @property
+    def failed(self) -> FollowedGrammar:
+        """The state of a grammar that cannot be followed."""
+        return self._workers.failed
+
+    @property
     def is_spent(self) -> bool:
-        """True if it has a state whose copies fail."""
-        return self._state is not None and self._state.is_spent
+        """True if it has a state of no further use: its copies fail, or it was refused."""
+        return self._was_refused or (self._state is not None and self._state.is_spent)
 
     def result(self) -> FollowedGrammar:
-        """Waits for the state, within the limit. It never raises: a grammar that cannot be followed is a state too."""
+        """Waits for the state, within the limit. It never raises: a grammar that cannot be followed is a state too.
+
+        A state that was not begun is refused while all threads are detached.
+        """
         while self._state is None:
             if self._done.acquire(timeout=_POLL_S):
                 self._done.release()
-            else:
-                self._workers.give_up_late_ones()
+                continue
+            self._workers.give_up_late_ones()
+            if self._workers.is_overloaded and self._work is not None:
+                self._was_refused = self.settle(self._workers.failed)
         return self._state
 
-    def run(self) -> bool:
-        """Computes the state, once. Returns False if the wait for it was given up meanwhile. Called by a worker."""
+    def state_by(self, deadline_s: float) -> FollowedGrammar | None:
+        """Waits for the state until a time of `time.monotonic`. Returns None, and detaches it, if it is late."""
+        while self._state is None:
+            left_s = deadline_s - time.monotonic()
+            if self._done.acquire(timeout=min(max(0.0, left_s), _POLL_S)):
+                self._done.release()
+                continue
+            self._workers.give_up_late_ones()
+            if left_s <= 0:
+                self._workers.detach(self)
+                break
+        return self._state
+
+    def run(self) -> None:
+        """Computes the state, once, unless the wait for it is given up before. Called by a worker."""
         work, self._work = self._work, None  # it holds the state before, which is not needed any longer
         try:
             state = self._workers.failed if work is None else work()
@@ -83,7 +109,7 @@ class Pending:
             _log.exception("a grammar could not be followed")
             unexpected("grammar")
             state = self._workers.failed
-        return self.settle(state)
+        self.settle(state)
 
     def settle(self, state: FollowedGrammar) -> bool:
         """Sets the state. Returns False if it has one."""
@@ -106,12 +132,14 @@ class Pending:
 class _Batch:
     """States that one thread computes, first to last.
 
-    began_s  CPU time of the thread when it began the `current` one
+    began_s      CPU time of the thread when it began the `current` one
+    is_detached  the current one is late: the thread ends after it, and `left` belongs to another thread
     """
 
     left: deque[Pending]
     current: Pending | None = None
     began_s: float = 0.0
+    is_detached: bool = False
 
 
 class Workers:
@@ -125,68 +153,90 @@ class Workers:
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._running: dict[threading.Thread, _Batch] = {}
         self._num_stuck = 0
+        self._num_threads = num_threads
+        self._num_missing = 0  # threads to start when detached ones have ended
         self._lock = threading.Lock()
         for _ in range(num_threads):
             self._start_thread()
 
     @property
     def is_overloaded(self) -> bool:
-        """True while so many threads are given up that no grammar is followed."""
-        return self._num_stuck >= MAX_STUCK
+        """True while all threads are detached that there may be."""
+        return self._num_missing >= self._num_threads
 
     def submit(self, work: Work, origin: Pending | None = None) -> Pending:
-        """Returns a state that a thread computes. While they are overloaded, the grammar cannot be followed."""
+        """Returns a state that a thread computes."""
         pending = Pending(self, work, origin)
         self.begin((pending,))
         return pending
 
     def begin(self, pending: Sequence[Pending]) -> None:
         """Lets the threads compute these states."""
-        if self.is_overloaded:
-            for each in pending:
-                each.settle(self.failed)
-            return
         for first in range(0, len(pending), self._batch_size):
             self._batches.put(_Batch(deque(pending[first : first + self._batch_size])))
 
+    def detach(self, pending: Pending) -> None:
+        """Lets another thread compute what would wait for a state that is late. Does nothing if it has not begun."""
+        with self._lock:
+            for thread, batch in self._running.items():
+                if batch.current is pending and not batch.is_detached:
+                    self._detach(thread, batch)
+                    return
+
     def give_up_late_ones(self) -> None:
-        """Gives up the states that take too long, and starts threads in place of theirs."""
-        for thread, batch in list(self._running.items()):
-            with self._lock:  # until its batch has left `_running`, the thread is alive
-                late = batch.current if self._running.get(thread) is batch else None
+        """Gives up the states that have reached the limit."""
+        with self._lock:
+            for thread, batch in list(self._running.items()):
+                late = batch.current
                 if late is None or _cpu_s(thread) - batch.began_s <= LIMIT_S or not late.give_up():
                     continue
-                del self._running[thread]
-                self._num_stuck += 1
-            _log.warning("following a grammar took more than %g s of CPU time: it is given up", LIMIT_S)
-            with suppress(OSError):
-                if thread.native_id is not None and sys.platform == "linux":
-                    os.setpriority(os.PRIO_PROCESS, thread.native_id, _LOWEST_PRIORITY)
+                _log.warning("following a grammar took more than %g s of CPU time: it is given up", LIMIT_S)
+                if not batch.is_detached:
+                    self._detach(thread, batch)
+                _set_priority(thread, _GIVEN_UP)
+
+    def _detach(self, thread: threading.Thread, batch: _Batch) -> None:
+        """Lets a thread end after its current state, and another one take its place. The caller has the lock.
+
+        Until its batch has left `_running`, the thread is alive.
+        """
+        batch.is_detached = True
+        if batch.left:
             self._batches.put(_Batch(batch.left))
+        _set_priority(thread, _DETACHED)
+        if self._num_stuck >= MAX_STUCK:
+            self._num_missing += 1
+        else:
             self._start_thread()
+        self._num_stuck += 1
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
-        """Computes batches until a state is given up: another thread has its place then."""
+        """Computes batches until a state is detached: another thread has its place then."""
         thread = threading.current_thread()
         while self._finish(thread, self._batches.get()):
             pass
-        with self._lock:
-            self._num_stuck -= 1
 
     def _finish(self, thread: threading.Thread, batch: _Batch) -> bool:
-        """Computes the states of a batch. Returns False once one was given up."""
-        with self._lock:
-            self._running[thread] = batch
-        while batch.left:
-            batch.began_s = _own_cpu_s()
-            batch.current = batch.left.popleft()
-            if not batch.current.run():
-                return False
-        del self._running[thread]
-        return True
+        """Computes the states of a batch. Returns False once one was detached."""
+        while True:
+            with self._lock:
+                if batch.is_detached:
+                    del self._running[thread]
+                    self._num_stuck -= 1
+                    if self._num_missing:
+                        self._num_missing -= 1
+                        self._start_thread()
+                    return False
+                if not batch.left:
+                    self._running.pop(thread, None)
+                    return True
+                batch.began_s = _own_cpu_s()
+                current = batch.current = batch.left.popleft()
+                self._running[thread] = batch
+            current.run()
 
 
 def refused(vocab_size: int) -> Pending:
@@ -195,6 +245,12 @@ def refused(vocab_size: int) -> Pending:
     pending = Pending(Workers(0, "", failed), lambda: failed)
     pending.settle(failed)
     return pending
+
+
+def _set_priority(thread: threading.Thread, niceness: int) -> None:
+    with suppress(OSError):
+        if thread.native_id is not None and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
 
 
 def _own_cpu_s() -> float:

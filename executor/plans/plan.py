@@ -159,6 +159,7 @@ class EndReason(IntEnum):
     STOP = 3
     NOT_FINITE = 4
     GRAMMAR = 5
+    DEFERRED = 6
 
 
 @dataclass(frozen=True, slots=True)

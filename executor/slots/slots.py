@@ -197,7 +197,8 @@ class Slots:
         self.token_ids[slots, counters.num_tokens[slots]] = token_ids
         counters.num_tokens[slots] += 1
         reasons = self._sampling.end_reasons(slots, token_ids, counters.num_tokens[slots])
-        reasons[self._grammars.forbid(slots, token_ids)] = EndReason.GRAMMAR
+        if self._grammars:
+            self._refuse(slots, token_ids, reasons)
         if failed is not None:
             reasons[failed] = EndReason.NOT_FINITE
         has_ended = reasons != 0
@@ -206,6 +207,13 @@ class Slots:
         self._grammars.drop(slots[has_ended])
         self._grammars.consume(slots, token_ids)
         return reasons
+
+    def _refuse(self, slots: Ints, token_ids: Ints, reasons: NDArray[np.uint8]) -> None:
+        """Sets the end reasons of tokens that grammars do not let their slots append."""
+        own = self._grammars.end_reasons(slots, token_ids)
+        reasons[own != 0] = own[own != 0]
+        for slot in slots[own == EndReason.DEFERRED].tolist():
+            self._grammars.keep_deferred(slot, self.token_ids[slot, : self.counters.num_tokens[slot] - 1])
 
 
 def _indices(mask: NDArray[np.bool_]) -> Ints:

@@ -22,6 +22,9 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     for sequence, num_cached in step.admitted:
         _note_start(state, sequence, num_cached, events)
     _commit_prefills(state, step)
+    for place in result.deferred:
+        if not step.sampled[place].is_finished:
+            state.defer(step.sampled[place])
     _append_tokens(state, step, result, events)
     state.accounts.charge_tokens(events.sequences)
     if result.logprobs is not None:
@@ -78,7 +81,7 @@ def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events
     sequences, new_ids, finished = events.sequences, events.token_ids, State.FINISHED
     for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
         if sequence.state is finished:
-            continue  # overrun: the sequence ended after this step was planned
+            continue  # the sequence ended after this step was planned, or was deferred
         token_ids = sequence.token_ids
         sequence.num_computed_tokens = num_computed = len(token_ids)
         token_ids.append(token_id)
@@ -124,7 +127,7 @@ def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: Beam
         return
     results = group.search.results()
     state.counters.num_generated_tokens += sum(len(result.token_ids) for result in results)
-    state.finish(leader, results[0].reason)
+    state.finish(leader)
     events.beams.append((leader, results))
 
 
@@ -144,5 +147,5 @@ def _end(state: SchedulerState, sequence: Sequence, reason: FinishReason, events
         if reason is FinishReason.NOT_FINITE:
             for holder in state.active(sequence).holders(sequence):
                 state.cache.withdraw(holder.block_table)  # the numbers in its KV may be the cause
-        state.finish(sequence, reason)
+        state.finish(sequence)
         events.finished.append((sequence, reason))

@@ -67,15 +67,17 @@ class Logprobs:
 class StepResult:
     """Sampled tokens by ascending slot. `end_reasons` has one entry for each, or is None if no sequence ends.
 
-    The last three fields are None unless a request asked for them: `logprobs` has k + 1 entries for each sampled token
-    (the token, then the k most probable), `prompt_logprobs` the same for each prompt token whose predecessor this step
-    computed, and `candidates` the candidates of each beam.
+    `deferred` has the places, in `token_ids`, of sequences for whose token the executor did not wait: these tokens have
+    no meaning. The last three fields are None unless a request asked for them: `logprobs` has k + 1 entries for each
+    sampled token (the token, then the k most probable), `prompt_logprobs` the same for each prompt token whose
+    predecessor this step computed, and `candidates` the candidates of each beam.
     """
 
     epoch: int
     step_id: int
     token_ids: SequenceOf[int]
     end_reasons: SequenceOf[FinishReason | None] | None = None
+    deferred: SequenceOf[int] = ()
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     candidates: Logprobs | None = None

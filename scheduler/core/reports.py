@@ -11,12 +11,14 @@ from scheduler.core.step import Step
 
 
 def check_counts(step: Step, result: StepResult) -> None:
-    """Raises ResultMismatch unless each sequence that sampled has one token."""
+    """Raises ResultMismatch unless each sequence that sampled has one token, and deferred ones are among them."""
     for name, values in (("token_ids", result.token_ids), ("end_reasons", result.end_reasons)):
         if values is not None and len(values) != len(step.sampled):
             raise ResultMismatch(
                 f"step {step.step_id} sampled {len(step.sampled)} sequences, its result has {len(values)} {name}"
             )
+    if result.deferred and not 0 <= min(result.deferred) <= max(result.deferred) < len(step.sampled):
+        raise ResultMismatch(f"step {step.step_id} defers sequences that did not sample: {result.deferred}")
 
 
 def check_token_ids(result: StepResult, vocab_size: int) -> None:

@@ -112,7 +112,7 @@ class Scheduler:
         for sequence in active.sequences if active else ():
             has_text = sequence.num_tokens > sequence.num_prompt_tokens
             if sequence.index == index and has_text and not sequence.is_finished:
-                self.state.finish(sequence, FinishReason.STOP)
+                self.state.finish(sequence)
                 events.finished.append((sequence, FinishReason.STOP))
         return events
 
@@ -139,9 +139,10 @@ class Scheduler:
     @property
     def next_wake_s(self) -> float | None:
         """The latest time to call `expire` and `schedule` again if nothing else happens; None: no such time."""
-        if self.state.missed:
-            return self.state.now_s
-        due_s = (self.state.deadlines.next_s, self.state.admission_queue.due_s)
+        state = self.state
+        if state.missed:
+            return state.now_s
+        due_s = (state.deadlines.next_s, state.admission_queue.due_s, state.waiting.resume_s(state.now_s))
         return min((time_s for time_s in due_s if time_s is not None), default=None)
 
     def has_request(self, request_id: int) -> bool:

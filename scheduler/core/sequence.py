@@ -1,5 +1,6 @@
 """A sequence, the unit of scheduling. A request has one, or one for each of its samples."""
 
+from copy import copy
 from dataclasses import replace
 from enum import Enum
 from math import inf
@@ -76,6 +77,7 @@ class Sequence:
         "loss_mark",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_deferrals",
         "num_given_tokens",
         "num_losses",
         "num_planned_tokens",
@@ -87,6 +89,7 @@ class Sequence:
         "publish_at",
         "queued_s",
         "request",
+        "resume_s",
         "row_count",
         "slot",
         "state",
@@ -111,6 +114,8 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # of the given tokens; set if its request started with this sequence
         self.queued_s = -inf  # when it last entered the queue
         self.is_set_aside = False  # the queue passes over it until the next plan
+        self.num_deferrals = 0  # times in a row that the executor did not wait for its next token
+        self.resume_s = -inf  # not admitted before
         self.num_preemptions = 0
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without a token committed in between
@@ -168,6 +173,16 @@ class Sequence:
         """Called when the executor was lost while this sequence ran."""
         self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
         self.loss_mark = len(self.token_ids)
+
+    def heir(self) -> "Sequence":
+        """Returns a waiting sequence that goes on from the tokens of this one, which ends."""
+        heir = copy(self)
+        heir.token_ids, heir.digests = self.token_ids.copy(), self.digests.copy()
+        heir.num_deferrals = self.num_deferrals + 1 if len(self.token_ids) == self.num_given_tokens else 1
+        heir.num_given_tokens = len(self.token_ids)
+        heir.state = State.WAITING
+        heir.forget_kv()
+        return heir
 
     def __repr__(self) -> str:
         return f"<sequence {self.request.request_id}.{self.index} {self.state.value}>"

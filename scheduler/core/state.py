@@ -34,6 +34,9 @@ from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]
 
+FIRST_PAUSE_S, MAX_DOUBLINGS = 0.01, 6
+"""The pause of a sequence that is deferred for the first time, and how often it doubles: up to 0.64 s."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -44,6 +47,7 @@ class Counters:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_preempted_tokens: int = 0  # computed and thrown away
+    num_deferrals: int = 0
     num_cow_copies: int = 0
     num_prefix_queried_tokens: int = 0  # prompt tokens, at first admission
     num_prefix_hit_tokens: int = 0  # those of them that were found in the prefix cache
@@ -163,6 +167,20 @@ class SchedulerState:
         sequence.become(State.PREEMPTED)
         self._enqueue(sequence)
 
+    def defer(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the batch for whose next token the executor did not wait.
+
+        It ends, so that plans in flight do not matter to it, and an heir with its tokens returns to the queue. The heir
+        is not admitted before a pause, which doubles each time in a row.
+        """
+        heir = sequence.heir()
+        heir.resume_s = self.now_s + FIRST_PAUSE_S * 2 ** min(heir.num_deferrals - 1, MAX_DOUBLINGS)
+        siblings = self.active(sequence).sequences
+        siblings[siblings.index(sequence)] = heir
+        self.finish(sequence)
+        self._enqueue(heir)
+        self.counters.num_deferrals += 1
+
     def lose_executor(self) -> Ends:
         """Returns running sequences to the queue with their tokens.
 
@@ -177,7 +195,7 @@ class SchedulerState:
             sequence.become(State.WAITING)
             self._enqueue(sequence)
             if sequence.num_losses > self.limits.max_losses:
-                self.finish(sequence, FinishReason.EXECUTORS_LOST)
+                self.finish(sequence)
                 ends.append((sequence, FinishReason.EXECUTORS_LOST))
         self.start_epoch(self.epoch, self.cache.pool.num_blocks)
         return ends
@@ -193,7 +211,7 @@ class SchedulerState:
             sequence.params = replace(sequence.params, max_total_tokens=max_total_tokens)
             has_output = sequence.num_tokens > sequence.num_prompt_tokens
             if not sequence.is_finished and has_output and sequence.num_tokens >= num_enough:
-                self.finish(sequence, FinishReason.LENGTH)
+                self.finish(sequence)
                 ends.append((sequence, FinishReason.LENGTH))
         if active.group:
             active.group.restart()
@@ -220,10 +238,10 @@ class SchedulerState:
         active = self.requests.get(request_id)
         unfinished = [s for s in active.sequences if not s.is_finished] if active else []
         for sequence in unfinished:
-            self.finish(sequence, reason)
+            self.finish(sequence)
         return [(sequence, reason) for sequence in unfinished]
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish(self, sequence: Sequence) -> None:
         active = self.active(sequence)
         if sequence.state is State.RUNNING:
             for holder in active.holders(sequence):

@@ -30,6 +30,7 @@ _END_REASONS: dict[int, FinishReason | None] = {
     pb.END_REASON_STOP: FinishReason.STOP,
     pb.END_REASON_NOT_FINITE: FinishReason.NOT_FINITE,
     pb.END_REASON_GRAMMAR: FinishReason.GRAMMAR,
+    pb.END_REASON_DEFERRED: None,
 }
 
 
@@ -122,6 +123,7 @@ def decode_result(message: pb.StepResult, epoch: int) -> StepResult:
         step_id=message.step_id,
         token_ids=unpack(message.token_ids),
         end_reasons=end_reasons,
+        deferred=[place for place, reason in enumerate(message.end_reasons) if reason == pb.END_REASON_DEFERRED],
         logprobs=_decode_logprobs(message, "logprobs"),
         prompt_logprobs=_decode_logprobs(message, "prompt_logprobs"),
         candidates=_decode_logprobs(message, "candidates"),

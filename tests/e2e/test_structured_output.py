@@ -4,12 +4,14 @@ import asyncio
 import json
 import re
 import signal
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire import AsyncClient, CompletedSequence, FinishReason, InvalidRequestError
 from tests.support.e2e.stack import Stack
@@ -119,6 +121,33 @@ async def test_streams_survive_a_killed_service(served: Stack, service: str) -> 
         served.send(service, signal.SIGKILL)
         assert differences(await streams.ended(), expected) == []
     await served.until_health("SERVING")
+
+
+async def test_masks_that_take_long_hold_up_no_other_request(served: Stack) -> None:
+    """The grammar is ambiguous: its masks take some ten milliseconds, and more with each token."""
+    ways = 60
+    lark = "\n".join(
+        ['start: "ab" x "!"', f"x: {' | '.join(f'x y{i}' for i in range(ways))} | "]
+        + [f'y{i}: x "a" | "b" x | x x' for i in range(ways)]
+    )
+    slow = Job(OPENINGS[0], {"lark": lark, "temperature": 1.0, "seed": 1, "max_tokens": 6})
+    neighbours = mixed_jobs(8)
+    async with served.client() as client:
+        undisturbed = await outcomes(client, neighbours)
+        deferred = await num_deferred(served)
+        together = await outcomes(client, [slow, *neighbours, slow])
+        again = await outcomes(client, [slow])
+    assert await num_deferred(served) > deferred
+    assert differences(together[1:-1], undisturbed) == []
+    assert differences([together[0], together[-1]], again * 2) == []
+    assert re.fullmatch("ab[ab]*!?", again[0].outputs[0].text)
+
+
+async def num_deferred(served: Stack) -> float:
+    page = await asyncio.to_thread(urllib.request.urlopen, f"http://{served.metrics}/metrics", None, 30)
+    text = page.read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    return families["quire_executor_grammar_deferred"].samples[0].value
 
 
 async def test_beams_are_texts_of_the_grammar(served: Stack) -> None:

@@ -102,6 +102,10 @@ class FairQueue:
         sequence.is_set_aside = True
         self._set_aside.append(sequence)
 
+    def resume_s(self, now_s: float) -> float | None:
+        """Returns the time at which the next deferred sequence may be admitted; None if none of them was set aside."""
+        return min((s.resume_s for s in self._set_aside if s.resume_s > now_s), default=None)
+
     def take_back(self) -> None:
         """Returns all sequences that were set aside to their places."""
         set_aside, self._set_aside = self._set_aside, []

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+from typing import TYPE_CHECKING
+
 import pytest
 from llguidance import LLMatcher
 
+from executor.grammars import grammar_cache, slot_grammar
 from executor.plans.plan import EndReason, Fork
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner, make_pair
 from tests.support.executor.letters import EOS, make_lettered
 from tests.support.executor.plan_driver import PlanDriver, ints
 
+if TYPE_CHECKING:
+    from executor.grammars.followed import FollowedGrammar
+
 pytestmark = pytest.mark.timeout(300)
 GRAMMAR = LLMatcher.grammar_from_regex("(ab|c)(a|bb){2,4}")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets steps wait for masks however slow the machine is."""
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
 
 
 def test_grammars_equal_the_reference(tmp_path) -> None:
@@ -46,3 +59,31 @@ def test_candidates_of_beams_equal_the_reference(tmp_path) -> None:
         reports = [driver.step(), driver.step(branches=((beam, beam, 4),))]
         found.append([output.reports.candidates.token_ids.tolist() for output in reports])
     assert found[0] == found[1]
+
+
+def test_a_sequence_whose_mask_is_late_ends_deferred_and_its_neighbour_goes_on(tmp_path, monkeypatch) -> None:
+    source = make_lettered(tmp_path / "lettered")
+    both = make_pair(source.directory, DEVICE)
+    params = {"grammar": GRAMMAR, "eos_token_ids": ints(EOS)}
+    expected = PlanDriver(both.reference)
+    wanted, plain = expected.admit(source.prompt(4), 12, **params), expected.admit(source.prompt(3), 6)
+    expected.run()
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
+    is_open, follow = threading.Event(), grammar_cache.follow
+
+    def held(*arguments: object, **options: object) -> FollowedGrammar:
+        assert is_open.wait(30)
+        return follow(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grammar_cache, "follow", held)
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    own, beside = driver.admit(source.prompt(4), 12, **params), driver.admit(source.prompt(3), 6)
+    driver.step()
+    driver.step()
+    assert (own.reason, own.output[0]) == (EndReason.DEFERRED, wanted.output[0])
+    is_open.set()
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
+    again = driver.admit(own.tokens[:-1], 11, **{**params, "num_prompt_tokens": 4})
+    driver.run()
+    assert (again.tokens, again.reason) == (wanted.tokens, EndReason.EOS)
+    assert beside.output == plain.output

@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from executor.grammars import slot_grammar
 from tests.support.executor.letters import make_lettered
 
 if TYPE_CHECKING:
     from executor.device.runner import ModelRunner
     from tests.support.executor.checkpoints import RandomCheckpoint
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets steps wait for masks however slow the machine is."""
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 
 from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.masks import GrammarCounts, Masks
+from executor.grammars.slot_grammar import SlotGrammar
 from executor.grammars.workers import Workers
 from quire.grammars import grammar_tokenizer
 from tests.support.executor.letters import EOS, OTHER_EOS, TEXTS, VOCAB_SIZE, tokenizer_json
@@ -129,8 +130,8 @@ def test_an_eos_id_with_a_text_is_not_a_part_of_a_text() -> None:
 def test_forbidden_logits_are_minus_infinity_and_all_others_are_kept() -> None:
     patterns = ["a", "(b|c)+", "abc"]
     workers = Workers(1, "test", FollowedGrammar.failed(VOCAB_SIZE))
-    pending = tuple(workers.submit(lambda each=each: regex(each)) for each in patterns)
-    masks = Masks(np.array([1, 2, 4]), pending, GrammarCounts())
+    own = tuple(SlotGrammar(workers.submit(lambda each=each: regex(each))) for each in patterns)
+    masks = Masks(np.array([1, 2, 4]), own, GrammarCounts())
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     for part, rows in ((masks, slice(0, 6)), (masks.between(2, 5), slice(2, 5)), (masks.between(5, 6), slice(5, 6))):
         changed = logits[rows].clone()

@@ -53,13 +53,13 @@ def test_an_output_that_meets_the_limit_of_others_goes_on_as_if_it_were_alone() 
 @pytest.mark.usefixtures("few_states")
 def test_a_grammar_whose_copies_fail_is_compiled_again_for_the_next_request() -> None:
     grammars = Grammars(tokenizer_json(), VOCAB_SIZE)
-    start = grammars.start(PATTERN, (EOS,))
+    start = grammars.start((PATTERN, (EOS,)))
     spend(start.result())
-    again = grammars.start(PATTERN, (EOS,))
+    again = grammars.start((PATTERN, (EOS,)))
     assert again is not start
     assert not again.result().is_spent
     assert again.result().run is not None
-    assert grammars.start(PATTERN, (EOS,)) is again
+    assert grammars.start((PATTERN, (EOS,))) is again
     assert grammars.counts.num_compiled == 2
 
 

@@ -101,13 +101,55 @@ def test_waiting_for_others_is_not_given_up(monkeypatch) -> None:
     assert pending.result() is state
 
 
-def test_while_too_many_threads_are_given_up_no_grammar_is_followed(monkeypatch) -> None:
+def test_while_all_threads_are_detached_a_state_that_cannot_be_late_is_refused(monkeypatch) -> None:
+    """A state that can be late waits until one of these threads ends, and does not fail."""
     monkeypatch.setattr(workers, "LIMIT_S", 0.01)
-    own, spinning = Workers(1, "test", FAILED), Spinning()
+    own, spinning, state = Workers(1, "test", FAILED), Spinning(), known()
     try:
-        for _ in range(MAX_STUCK):
+        for _ in range(MAX_STUCK + 1):
             assert own.submit(spinning).result() is FAILED
-        assert own.submit(known).result() is FAILED
+        refused, late = own.submit(known), own.submit(lambda: state)
+        assert late.state_by(0.0) is None
+        assert refused.result() is FAILED
+        assert refused.is_spent, "the grammar is compiled again"
+    finally:
+        spinning.is_released.set()
+    assert late.result() is state
+
+
+def test_a_late_state_is_detached_and_goes_on(monkeypatch) -> None:
+    """The states behind it in its batch, and those that come later, do not wait for it."""
+    priorities: list[int] = []
+    monkeypatch.setattr(workers.os, "setpriority", lambda which, who, niceness: priorities.append(niceness))
+    own, state, spinning = Workers(1, "test", FAILED), known(), Spinning()
+    late, behind = Pending(own, spinning), Pending(own, lambda: state)
+    own.begin((late, behind))
+    assert behind.state_by(time.monotonic() + 0.2) is None, "it has not begun, and nothing is detached for it"
+    assert late.state_by(0.0) is None
+    assert late.state_by(0.0) is None, "it is detached once"
+    assert behind.result() is state
+    assert own.submit(lambda: state).result() is state
+    assert priorities == [workers._DETACHED]
+    spinning.is_released.set()
+    assert late.result() is not FAILED
+    assert late.state_by(0.0) is late.result()
+    deadline_s = time.monotonic() + 30
+    while own._num_stuck and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert (own._num_stuck, own._num_missing) == (0, 0)
+    assert own.submit(lambda: state).result() is state
+
+
+def test_a_detached_state_is_given_up_at_the_limit(monkeypatch) -> None:
+    monkeypatch.setattr(workers, "LIMIT_S", 0.05)
+    own, spinning = Workers(1, "test", FAILED), Spinning()
+    start = own.submit(known)
+    late = own.submit(spinning, start)
+    try:
+        assert late.state_by(time.monotonic() + 0.01) is None
+        assert late.result() is FAILED
+        assert start.result() is FAILED, "the grammar is not begun again"
+        assert own.submit(known).result() is not FAILED
     finally:
         spinning.is_released.set()
 
@@ -141,22 +183,22 @@ def test_compiled_grammars_are_kept_within_bounds(monkeypatch) -> None:
     monkeypatch.setattr(grammar_cache, "MAX_CACHED_GRAMMARS", 3)
     grammars = Grammars(tokenizer_json(), VOCAB_SIZE, (EOS,))
     texts = [LLMatcher.grammar_from_regex("a" * length) for length in range(1, 6)]
-    first = grammars.start(texts[0], (EOS,))
-    assert grammars.start(texts[0], (EOS,)) is first
+    first = grammars.start((texts[0], (EOS,)))
+    assert grammars.start((texts[0], (EOS,))) is first
     assert grammars.counts.num_compiled == 1
-    assert grammars.start(texts[0], ()) is not first, "EOS ids are part of it"
+    assert grammars.start((texts[0], ())) is not first, "EOS ids are part of it"
     for text in texts:
-        assert grammars.start(text, (EOS,)).result().run is not None
+        assert grammars.start((text, (EOS,))).result().run is not None
     assert len(grammars._started) == 3
-    assert grammars.start(texts[0], (EOS,)) is not first
+    assert grammars.start((texts[0], (EOS,))) is not first
     monkeypatch.setattr(grammar_cache, "MAX_CACHED_CHARACTERS", 10)
-    grammars.start(texts[1], (EOS,))
+    grammars.start((texts[1], (EOS,)))
     assert (len(grammars._started), grammars._num_characters) == (0, 0)
 
 
 def test_eos_ids_that_the_tokenizer_does_not_have_cannot_be_followed() -> None:
     grammars = Grammars(tokenizer_json(), VOCAB_SIZE, (EOS,))
-    assert grammars.start(LLMatcher.grammar_from_regex("a"), (VOCAB_SIZE + 5,)).result().run is None
+    assert grammars.start((LLMatcher.grammar_from_regex("a"), (VOCAB_SIZE + 5,))).result().run is None
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "no json", b"\xff\xfe"])

@@ -176,7 +176,7 @@ def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
     def mutant(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         for sequence in step.sampled:
             if not sequence.is_finished and sequence.num_tokens == sequence.params.max_total_tokens - 1:
-                state.finish(sequence, FinishReason.LENGTH)
+                state.finish(sequence)
                 events.finished.append((sequence, FinishReason.LENGTH))
         end_sequences(state, step, result, events)
 
@@ -226,6 +226,34 @@ def let_prompts_alone_take_any_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_budget, "MAX_PROMPT_TIME", inf)
 
 
+def keep_the_tokens_of_deferred_sequences(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerState, "defer", lambda state, sequence: None)
+
+
+def admit_deferred_sequences_at_once(patch: pytest.MonkeyPatch) -> None:
+    next_to_admit = admission.next_to_admit
+
+    def mutant(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
+        now_s, state.now_s = state.now_s, inf
+        try:
+            return next_to_admit(state, builder)
+        finally:
+            state.now_s = now_s
+
+    patch.setattr(planning, "next_to_admit", mutant)
+
+
+def forget_what_deferred_sequences_have_reported(patch: pytest.MonkeyPatch) -> None:
+    heir = Sequence.heir
+
+    def mutant(sequence: Sequence) -> Sequence:
+        new = heir(sequence)
+        new.num_prompt_reported = 0
+        return new
+
+    patch.setattr(Sequence, "heir", mutant)
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_one_ref_count_decrement, "I2: block"),
     (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
@@ -249,6 +277,9 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (take_no_time_for_decodes, "I25: (the plan takes|.* could compute more)"),
     (let_the_first_prompt_take_no_more_than_half, "I25: .* could compute more"),
     (let_prompts_alone_take_any_time, "I25: the plan takes"),
+    (keep_the_tokens_of_deferred_sequences, "I11: .* got|I18: wrong log-probabilities"),
+    (admit_deferred_sequences_at_once, "I27: .* before their pauses"),
+    (forget_what_deferred_sequences_have_reported, "I18: .* reports prompt token"),
     *beam_mutations.MUTATIONS,
     *mode_mutations.MUTATIONS,
 ]

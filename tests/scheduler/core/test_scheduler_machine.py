@@ -260,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pass
 
     @precondition(lambda self: self.harness.in_flight)
-    @rule(kind=st.sampled_from(("epoch", "step", "short", "long", "negative", "unknown")))
+    @rule(kind=st.sampled_from(("epoch", "step", "short", "long", "negative", "unknown", "no place")))
     def wrong_result(self, kind: str) -> None:
         """Checks that a wrong result is refused and changes nothing (I17)."""
         right = self.harness.in_flight[0].result
@@ -272,6 +272,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "long": StepResult(right.epoch, right.step_id, tokens, [None] * (len(tokens) + 1)),
             "negative": StepResult(right.epoch, right.step_id, [*tokens[:-1], -1]),
             "unknown": StepResult(right.epoch, right.step_id, [*tokens[:-1], self.harness.clients.vocab_size]),
+            "no place": StepResult(right.epoch, right.step_id, tokens, deferred=[len(tokens)]),
         }
         self._assert_refused(wrong[kind])
 
@@ -308,6 +309,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def executor_returns(self, num_unexecuted: int) -> None:
         """Attaches the executor that was lost, which has executed some of the plans that were in flight."""
         self.harness.attach(num_unexecuted=min(num_unexecuted, self.harness.num_lost_plans))
+
+    @precondition(lambda self: self.harness.executor is not None)
+    @rule(num_samples=st.integers(1, 3))
+    def defer(self, num_samples: int) -> None:
+        self.harness.defer(num_samples)
 
     @precondition(lambda self: self.harness.lost)
     @rule()

@@ -56,7 +56,7 @@ async def test_an_executor_with_another_model_is_refused_and_readiness_gives_the
         await sink.check()
 
 
-OTHER_VERSION = "of the plan stream, this scheduler version 2: run the same release of both"
+OTHER_VERSION = f"of the plan stream, this scheduler version {PROTOCOL_VERSION}: run the same release of both"
 INVALID_DESCRIPTIONS = pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
@@ -69,7 +69,7 @@ INVALID_DESCRIPTIONS = pytest.mark.parametrize(
         ("max_num_seqs", 0, "max_num_seqs 0, where at least 1 is needed"),
         ("max_num_batched_tokens", 0, "max_num_batched_tokens 0, where at least 1 is needed"),
         ("protocol_version", 0, f"it speaks version 1 or older {OTHER_VERSION}"),
-        ("protocol_version", 3, f"it speaks version 3 {OTHER_VERSION}"),
+        ("protocol_version", PROTOCOL_VERSION + 1, f"it speaks version {PROTOCOL_VERSION + 1} {OTHER_VERSION}"),
         ("features", FEATURES[1:], "it lacks beams: run the same release of both"),
     ],
 )

@@ -82,6 +82,26 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(
         assert client.num_streams == 1
 
 
+async def test_a_sequence_whose_mask_is_late_is_admitted_again_and_loses_no_token() -> None:
+    client, num_steps = FakeClient(ABLE), 0
+
+    def alter(result: StepResult) -> StepResult:
+        nonlocal num_steps
+        num_steps += 1
+        return replace(result, deferred=[0]) if num_steps in (1, 6, 7, 12) and result.token_ids else result
+
+    client.alter = alter
+    async with running_engine(client) as engine:
+        sinks = [submit_with_grammar(engine, [i, 2, 3], 40, seeds=(1, 2)) for i in range(3)]
+        for sink in sinks:
+            await sink.check()
+        assert engine.core is not None
+        num_deferrals = engine.core.state.counters.num_deferrals
+        assert num_deferrals >= 3
+        assert len(grammars_sent(client)) == 3 + num_deferrals
+        assert client.num_streams == 1
+
+
 @pytest.mark.parametrize("step", [1, 3])
 async def test_a_beam_whose_grammar_cannot_be_followed_fails_its_search_and_no_other_request(step: int) -> None:
     """No token of it is possible. It may be the first beam, or one of several."""

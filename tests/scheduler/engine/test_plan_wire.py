@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from quire.executor.v1 import executor_pb2 as pb
-from scheduler.core import Admission, ResultMismatch, SequenceParams, StepPlan
+from scheduler.core import Admission, FinishReason, ResultMismatch, SequenceParams, StepPlan
 from scheduler.engine.plan_wire import decode_result, encode_plan, pack, pack_floats, unpack
 
 PARAMS = SequenceParams(
@@ -57,6 +57,13 @@ def test_log_probabilities_are_arrays_or_absent() -> None:
     decoded = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs), epoch=1).logprobs
     assert decoded is not None
     assert list(decoded.ranks) == [9]
+
+
+def test_deferred_sequences_are_told_from_ended_ones() -> None:
+    message = pb.StepResult(epoch=1, step_id=1, token_ids=pack([5, 0, 0]), end_reasons=bytes([1, 6, 0]))
+    result = decode_result(message, epoch=1)
+    assert result.end_reasons == [FinishReason.EOS, None, None]
+    assert result.deferred == [1]
 
 
 @pytest.mark.parametrize("part", ["token_ids", "values", "ranks"])

@@ -75,6 +75,7 @@ class Coverage:
     num_news: int = 0  # plans that compute nothing, and only publish or withdraw blocks
     num_retained_blocks: int = 0  # blocks that an epoch began with
     num_overtaken: int = 0  # times that a sequence which awaited a block was overtaken
+    num_deferrals: int = 0  # sequences for whose token the executor did not wait
     num_pauses: int = 0  # plans that computed only a newcomer's prompt while others could have decoded
 
 
@@ -147,28 +148,33 @@ class CheckedScheduler:
         assert kept == known, f"I23: the executor has the digests of {sorted(kept)}, the index those of {sorted(known)}"
 
     def _check_progress_is_possible(self) -> None:
-        """Checks I12: if nothing is planned, a result, an executor or the time to form a batch is awaited."""
+        """Checks I12: if nothing is planned, a result, an executor, or the time of a batch or a deferred sequence is
+        awaited."""
         if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
             return
-        due_s = self.scheduler.state.admission_queue.due_s
+        state = self.scheduler.state
+        times_s = (state.admission_queue.due_s, state.waiting.resume_s(state.now_s))
+        due_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
-        assert due_s > self.now_s, "I12: a batch waits for a time that has passed"
+        assert due_s > self.now_s, "I12: a batch or a deferred sequence waits for a time that has passed"
 
     def _check_order(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
-        """Checks I13 and I16.
+        """Checks I13, I16 and I27.
 
-        I13: no sequence overtakes another one, unless that awaits a block; and none is admitted behind a first in line
-        that cannot continue, unless it passes as a newcomer (I26). I16: a suspect runs beside no sequences except
-        samples of its own request.
+        I13: no sequence overtakes another one, unless that awaits a block or is deferred; and none is admitted behind a
+        first in line that cannot continue, unless it passes as a newcomer (I26). I16: a suspect runs beside no
+        sequences except samples of its own request. I27: no deferred sequence is admitted before its pause has ended.
         """
         order = self.scheduler.state.policy.order
         running = set(self.scheduler.state.batch.running)
         admitted = [sequence for sequence in waiting_before if sequence in running]
+        early = [sequence for sequence in admitted if sequence.resume_s > self.scheduler.state.now_s]
+        assert not early, f"I27: {early} were admitted before their pauses had ended"
         if admitted:
             last = max(admitted, key=order)
             for waiting in self._admissible_sequences():
                 later = [each for each in admitted if each.account is waiting.account and order(waiting) < order(each)]
-                if later and self._awaits_block(waiting):
+                if later and (self._awaits_block(waiting) or waiting.resume_s > self.scheduler.state.now_s):
                     self.coverage.num_overtaken += 1
                     continue
                 assert not later, f"I13: {later} overtook {waiting!r}"

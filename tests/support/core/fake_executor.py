@@ -16,6 +16,9 @@ from scheduler.core.beam import BeamSearch, Candidates
 
 Sample = tuple[int, FinishReason | None]
 
+DEFERRED: Sample = (0, None)
+"""The sample of a slot for whose token the executor does not wait. It is told from others by identity."""
+
 
 def kv_entry(entries: list[int], token_id: int) -> int:
     """Returns the KV entry of a token that follows these entries."""
@@ -119,9 +122,9 @@ class FakeExecutor:
     With `retains` it keeps the digests of published blocks, and `next_epoch` returns what a scheduler finds that comes
     back to it.
 
-    `num_overruns` counts rows of sequences that had ended. The fields below it describe the last plan: its number of
-    rows, its number of tokens, the blocks that it read, wrote or copied (rows of ended sequences included), and the
-    slots that sampled.
+    `num_to_defer` is the number of samples to come for which it does not wait. `num_overruns` counts rows of sequences
+    that had ended. The fields below it describe the last plan: its number of rows, its number of tokens, the blocks
+    that it read, wrote or copied (rows of ended sequences included), and the slots that sampled.
     """
 
     num_blocks: int
@@ -133,6 +136,7 @@ class FakeExecutor:
     retains: bool = False
     digests: dict[int, bytes] = field(default_factory=dict)
     step_id: int = 0
+    num_to_defer: int = 0
     slots: dict[int, Slot] = field(default_factory=dict)
     num_overruns: int = 0
     num_sequences: int = 0
@@ -181,7 +185,9 @@ class FakeExecutor:
                 slot.row_count, slot.is_undecided = 0, True
                 continue
             sampled[index] = self._sample(slot, context)
-            if slot.params.num_logprobs:
+            if sampled[index] is DEFERRED:
+                logprobs[index] = [(0, 0.0, 1)] * slot.params.num_logprobs
+            elif slot.params.num_logprobs:
                 logprobs[index] = token_logprobs(context, sampled[index][0], slot.params.num_logprobs, self.vocab_size)
         self.sampled_slots = frozenset(sampled)
         self.num_overruns += len(overrun)
@@ -328,6 +334,10 @@ class FakeExecutor:
         return entries
 
     def _sample(self, slot: Slot, context: list[int]) -> Sample:
+        if self.num_to_defer:
+            self.num_to_defer -= 1
+            slot.has_ended = True
+            return DEFERRED
         token_id = sample_token(context, slot.seed, self.vocab_size)
         slot.token_ids.append(token_id)
         reason = end_reason(slot.params, token_id, len(slot.token_ids))
@@ -344,6 +354,7 @@ def _pack(plan: StepPlan, sampled: dict[int, Sample]) -> StepResult:
         step_id=plan.step_id,
         token_ids=[sampled[index][0] for index in order],
         end_reasons=reasons if any(reasons) else None,
+        deferred=[place for place, index in enumerate(order) if sampled[index] is DEFERRED],
     )
 
 

@@ -97,6 +97,11 @@ class Harness(CheckedScheduler):
         self.executor = executor
         return self._hear(events)
 
+    def defer(self, num_samples: int) -> None:
+        """Lets the executor not wait for the next tokens of some slots."""
+        assert self.executor is not None
+        self.executor.num_to_defer = num_samples
+
     def lose(self) -> Events:
         """Loses the executor with all that is in flight."""
         self.bound.num_losses += 1
@@ -152,7 +157,11 @@ class Harness(CheckedScheduler):
 
     def commit(self) -> Events:
         """Commits the oldest result in flight."""
-        events = self._hear(self.scheduler.commit(self.in_flight.popleft().result))
+        result, counters = self.in_flight.popleft().result, self.scheduler.state.counters
+        num_before = counters.num_deferrals
+        self.bound.num_deferrals += len(result.deferred)
+        events = self._hear(self.scheduler.commit(result))
+        self.coverage.num_deferrals += counters.num_deferrals - num_before
         self._check_usage()
         return events
 

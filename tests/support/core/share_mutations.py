@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.core import FinishReason, SchedulerState, Sequence
+from scheduler.core import SchedulerState, Sequence
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, Account
@@ -41,10 +41,10 @@ def charge_at_the_end(patch: pytest.MonkeyPatch) -> None:
     charge_no_prompts(patch)
     finish = SchedulerState.finish
 
-    def mutant(state: SchedulerState, sequence: Sequence, reason: FinishReason) -> None:
+    def mutant(state: SchedulerState, sequence: Sequence) -> None:
         num_generated = sequence.num_tokens - sequence.num_given_tokens
         sequence.account.cost += sequence.num_given_tokens + GENERATED_TOKEN_COST * num_generated
-        finish(state, sequence, reason)
+        finish(state, sequence)
 
     patch.setattr(SchedulerState, "finish", mutant)
 

@@ -185,6 +185,8 @@ class Simulation:
             self.harness.scheduler.set_run_time(RunTime(run_time.uniform(0.0, 0.004), run_time.uniform(1.0, 10.0)))
         if has_costs:
             self.harness.scheduler.set_costs(draw_costs(costs))
+        self.deferrals = Random(f"deferrals {seed}")  # one of its own, too
+        self.deferral_share = self.deferrals.choice((0.0, 0.0, 0.02, 0.2))
         self.num_requests = self.world.num_requests
         self.busy_until_ms = 0.0  # the executor runs steps one after the other
         self.wakes_s = inf  # the earliest scheduled wake-up
@@ -311,6 +313,8 @@ class Simulation:
         self.harness.expire(self.clock.now_ms / 1000)
         if self.harness.now_s >= self.wakes_s:
             self.wakes_s = inf
+        if self.harness.executor is not None:
+            self.harness.defer(self.deferrals.randint(1, 4) * (self.deferrals.random() < self.deferral_share))
         while self.harness.schedule() is not None:
             flight = self.harness.in_flight[-1]
             self.busy_until_ms = max(self.busy_until_ms, self.clock.now_ms) + self._around(self.world.step_ms)

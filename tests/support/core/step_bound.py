@@ -10,11 +10,12 @@ class StepBound:
     """The number of plans after which every request that was added must have ended (I12).
 
     Every plan computes at least one token. A sequence needs the KV of max_total_tokens - 1 tokens. It computes it once,
-    and again after each preemption and each loss of the executor.
+    and again after each preemption, each loss of the executor, and each time that it is deferred.
     """
 
     max_preemptions: int
     num_losses: int = 0
+    num_deferrals: int = 0
     sizes: list[tuple[int, int]] = field(default_factory=list)  # (1 + preemptions, tokens) of each sequence
 
     def add(self, request: Request) -> None:
@@ -23,7 +24,8 @@ class StepBound:
 
     @property
     def max_steps(self) -> int:
-        return sum((num_lives + self.num_losses) * num_tokens for num_lives, num_tokens in self.sizes)
+        num_again = self.num_deferrals * max((num_tokens for _, num_tokens in self.sizes), default=0)
+        return num_again + sum((num_lives + self.num_losses) * num_tokens for num_lives, num_tokens in self.sizes)
 
 
 def most_preemptions(max_preemptions: int, index: int) -> int:

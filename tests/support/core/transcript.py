@@ -41,6 +41,7 @@ class Transcript:
             "schedule": self._schedule,
             "commit": self._commit,
             "step": self._step,
+            "defer": self._defer,
             "lose": self._lose,
             "attach": self._attach,
             "run": self._run,
@@ -137,6 +138,11 @@ class Transcript:
     def _costs(self, _: list[str], options: dict[str, str]) -> Iterator[str]:
         """Sets what steps cost, in seconds: costs [step_s=0] [decode_s=0] [token_s=0] …"""
         self.harness.scheduler.set_costs(StepCosts(**{name: float(value) for name, value in options.items()}))
+        yield from self._state()
+
+    def _defer(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
+        """Lets the executor not wait for the next tokens of some slots: defer NUMBER."""
+        self.harness.defer(int(arguments[0]))
         yield from self._state()
 
     def _schedule(self, _: list[str], __: dict[str, str]) -> Iterator[str]:

@@ -62,6 +62,7 @@ class Stack:
         self.flags = _DEFAULTS | flags
         self.grpc = ""
         self.http = ""
+        self.metrics = ""
         self.openai = ""
         self.executor_address = ""
         self.processes: list[Process] = []
@@ -272,7 +273,7 @@ class Stack:
 
     def _await_ready_line(self, process: Process) -> None:
         words = dict(word.split("=", 1) for word in process.line("ready ").split() if "=" in word)
-        self.grpc, self.http = words["grpc"], words["http"]
+        self.grpc, self.http, self.metrics = words["grpc"], words["http"], words.get("metrics", "")
         self.executor_address = words.get("executor", self.executor_address)
         self.openai = words.get("openai", "")
 

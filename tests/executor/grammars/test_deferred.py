@@ -1,0 +1,141 @@
+"""Masks that are late: a step does not wait for them, and their sequences go on from the same tokens later."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from llguidance import LLMatcher
+
+from executor.grammars import grammar_cache, slot_grammar
+from executor.grammars.followed import FollowedGrammar, follow
+from executor.plans.plan import EndReason, Fork
+from tests.support.executor.letters import EOS
+from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from executor.device.runner import ModelRunner
+
+GRAMMAR = LLMatcher.grammar_from_regex("(ab|c)(a|bb){3,9}c?")
+PARAMS = {"grammar": GRAMMAR, "eos_token_ids": ints(EOS), "temperature": 1.5, "seed": 7}
+
+
+class Gate:
+    """Holds up the mask after an output until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_held = 0
+        self.holds = 1 << 20
+        self.is_open = threading.Event()
+        self._num_followed = 0
+        monkeypatch.setattr(grammar_cache, "follow", self._follow)
+
+    def _follow(self, before: FollowedGrammar, token_ids: Sequence[int], *, is_own: bool) -> FollowedGrammar:
+        self._num_followed += 1
+        if self._num_followed >= self.holds:
+            self.num_held += 1
+            assert self.is_open.wait(30)
+        return follow(before, token_ids, is_own=is_own)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def run_alone(runner: ModelRunner, prompt: list[int], **params: object) -> DrivenSequence:
+    driver = PlanDriver(runner)
+    sequence = driver.admit(prompt, 40, **params)
+    driver.run()
+    return sequence
+
+
+def admit_again(driver: PlanDriver, sequence: DrivenSequence) -> DrivenSequence:
+    """Admits the rest of a deferred sequence. Its last token has no meaning."""
+    num_left = sequence.params.max_total_tokens - len(sequence.tokens) + 1
+    return driver.admit(
+        sequence.tokens[:-1], num_left, **{**PARAMS, "num_prompt_tokens": sequence.params.num_prompt_tokens}
+    )
+
+
+@pytest.mark.parametrize("holds", [1, 2, 4])
+def test_a_sequence_whose_mask_is_late_goes_on_as_it_would_have(holds, gate, monkeypatch, runner, lettered) -> None:
+    prompt = lettered.prompt(6)
+    whole, plain = run_alone(runner, prompt, **PARAMS), run_alone(runner, lettered.prompt(4))
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
+    gate._num_followed, gate.holds = 0, holds
+    driver = PlanDriver(runner)
+    sequence, beside = driver.admit(prompt, 40, **PARAMS), driver.admit(lettered.prompt(4), 40)
+    for _ in range(holds + 1):
+        driver.step()
+    assert sequence.reason is EndReason.DEFERRED
+    assert sequence.output[:-1] == whole.output[:holds]
+    waited_ns = runner.slots._grammars._counts.waited_ns
+    again = admit_again(driver, sequence)
+    driver.step()
+    assert again.reason is EndReason.DEFERRED
+    assert runner.slots._grammars._counts.waited_ns - waited_ns < 50e6, "no step waits for it twice"
+    gate.is_open.set()
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
+    key = again.params.grammar, (EOS,)
+    runner.slots._grammars._grammars.deferred(key, tuple(whole.output[:holds])).result()
+    last = admit_again(driver, again)
+    driver.run()
+    assert gate.num_held == len(whole.output) - holds, "the mask that was late was computed once"
+    assert (last.tokens, last.reason) == (whole.tokens, EndReason.EOS)
+    assert beside.tokens[: len(plain.tokens)] == plain.tokens[: len(beside.tokens)]
+
+
+def test_samples_of_one_prompt_are_deferred_each_and_beams_are_not(gate, monkeypatch, runner, lettered) -> None:
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
+    gate.holds = 1
+    driver = PlanDriver(runner)
+    parent = driver.admit(lettered.prompt(5), 12, **PARAMS)
+    driver.step(forks=(Fork(parent.slot, 9, seed=3),))
+    driver.step()
+    assert [sequence.reason for sequence in driver.sequences] == [EndReason.DEFERRED] * 2
+    beam = driver.admit(lettered.prompt(4), 9, **{**PARAMS, "num_candidates": 3})
+    opener = threading.Timer(0.5, gate.is_open.set)
+    opener.start()
+    found = [driver.step(), driver.step(branches=((beam, beam, 4),))]
+    assert [len(output.reports.candidates.token_ids) for output in found] == [3, 3]
+    assert beam.reason is EndReason.GOES_ON
+    opener.join()
+
+
+def test_a_grammar_that_compiles_for_long_defers_its_first_token(monkeypatch, runner, lettered) -> None:
+    prompt = lettered.prompt(6)
+    whole = run_alone(runner, prompt, **PARAMS)
+    is_open, begin = threading.Event(), grammar_cache.begin
+
+    def held(*arguments: object) -> FollowedGrammar:
+        assert is_open.wait(30)
+        return begin(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(grammar_cache, "begin", held)
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
+    runner.slots._grammars._grammars._started.clear()
+    driver = PlanDriver(runner)
+    sequence = driver.admit(prompt, 40, **PARAMS)
+    driver.step()
+    assert sequence.reason is EndReason.DEFERRED
+    is_open.set()
+    runner.slots._grammars._grammars.start((GRAMMAR, (EOS,))).result()
+    again = admit_again(driver, sequence)
+    driver.run()
+    assert again.tokens == whole.tokens
+
+
+def test_deferred_states_are_kept_within_a_bound(monkeypatch, runner, lettered) -> None:
+    monkeypatch.setattr(grammar_cache, "_MAX_DEFERRED", 2)
+    grammars = runner.slots._grammars._grammars
+    grammars._deferred.clear()
+    pending = grammars.start((GRAMMAR, (EOS,)))
+    key, num_before = (GRAMMAR, (EOS,)), grammars.counts.num_deferred
+    for token in range(4):
+        grammars.keep_deferred(key, (token,), pending)
+    assert [grammars.deferred(key, (token,)) for token in range(4)] == [None, None, pending, pending]
+    assert grammars.counts.num_deferred == num_before + 4

@@ -1,0 +1,110 @@
+"""Sequences for whose next token the executor does not wait: they lose nothing, and delay no other (I27)."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.core import BeamParams, FinishReason
+from tests.support.core.letter_tokens import make_request
+from tests.support.core.small_harness import build_harness
+
+
+def test_the_pause_doubles_while_the_token_is_late_and_begins_anew_with_the_next() -> None:
+    harness = build_harness(make_request(1, max_tokens=4))
+    pauses_s = []
+    for _ in range(9):
+        harness.defer(1)
+        assert harness.schedule() is not None
+        assert harness.commit().finished == []
+        assert harness.schedule() is None
+        next_s = harness.scheduler.next_wake_s
+        assert next_s is not None
+        pauses_s.append(round(next_s - harness.now_s, 6))
+        harness.expire(next_s)
+    assert pauses_s == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 0.64, 0.64]
+    harness.schedule()
+    assert len(harness.commit().token_ids) == 1
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    assert harness.schedule() is None
+    assert harness.scheduler.next_wake_s == pytest.approx(harness.now_s + 0.01)
+    harness.run()
+    assert harness.scheduler.state.counters.num_deferrals == 10
+
+
+def test_others_overtake_a_deferred_sequence_and_it_returns_to_its_place() -> None:
+    harness = build_harness(make_request(1, max_tokens=4), max_num_seqs=1)
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    harness.add(make_request(2, "klm", max_tokens=2))
+    harness.add(make_request(3, "xyz", max_tokens=2))
+    harness.schedule()
+    assert [s.request.request_id for s in harness.scheduler.state.batch.running] == [2]
+    harness.expire(0.01)
+    harness.commit()
+    for _ in range(2):
+        harness.schedule()
+        harness.commit()
+    assert [s.request.request_id for s in harness.scheduler.state.batch.running] == [1]
+    harness.run()
+
+
+def test_results_of_plans_in_flight_do_not_count() -> None:
+    harness = build_harness(make_request(1, max_tokens=6), max_in_flight=3)
+    harness.schedule()
+    harness.defer(1)
+    for _ in range(2):
+        harness.schedule()
+    assert len(harness.commit().token_ids) == 1
+    harness.scheduler.state.cache.pool.free_blocks()
+    for _ in range(2):
+        assert harness.commit().token_ids == []
+    harness.run()
+
+
+@pytest.mark.parametrize("num_deferred", [1, 2, 3])
+def test_samples_are_deferred_one_by_one(num_deferred: int) -> None:
+    harness = build_harness(make_request(1, max_tokens=5, seeds=(1, 2, 3)))
+    harness.defer(num_deferred)
+    harness.schedule()
+    assert len(harness.commit().token_ids) == 3 - num_deferred
+    harness.run()
+    assert harness.scheduler.state.counters.num_deferrals == num_deferred
+
+
+def test_a_deferred_sequence_can_be_stopped_cancelled_expired_and_lose_its_executor() -> None:
+    for end in ("stop", "cancel", "expire", "lose"):
+        harness = build_harness(make_request(1, max_tokens=6, deadline_s=5.0), make_request(2, "klm", max_tokens=3))
+        harness.schedule()
+        harness.commit()
+        harness.defer(1)
+        harness.schedule()
+        harness.commit()
+        if end == "stop":
+            assert [reason for _, reason in harness.stop(1, 0).finished] == [FinishReason.STOP]
+        elif end == "cancel":
+            harness.cancel(1)
+        elif end == "expire":
+            assert [reason for _, reason in harness.expire(6.0).finished] == [FinishReason.DEADLINE]
+        else:
+            harness.schedule()
+            harness.lose()
+        harness.run()
+
+
+def test_a_request_whose_last_token_is_late_ends_by_its_length_later() -> None:
+    harness = build_harness(make_request(1, max_tokens=1))
+    harness.defer(1)
+    harness.schedule()
+    assert harness.commit().finished == []
+    harness.run()
+    assert harness.clients.ended == {(1, 0): FinishReason.LENGTH}
+
+
+def test_beams_are_never_deferred() -> None:
+    harness = build_harness(make_request(1, max_tokens=4, beam=BeamParams(2, 2)))
+    harness.defer(1)
+    harness.run()
+    assert harness.scheduler.state.counters.num_deferrals == 0
