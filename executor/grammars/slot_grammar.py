@@ -7,7 +7,7 @@ from executor.grammars.followed import FollowedGrammar, GrammarKey
 from executor.grammars.workers import Pending
 
 MAX_WAIT_S = 0.01
-"""The longest time for which a step waits for its masks. Nearly all are there before it needs them, or in a millisecond."""
+"""The longest time for which a step waits for its masks. Nearly all are there before it needs them."""
 
 
 class Patience:
