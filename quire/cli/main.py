@@ -45,10 +45,10 @@ from quire.cli.services import (
 from quire.cli.supervisor import ChildFailed
 from quire.events import ChatMessage, Prompt
 from quire.tries import DEFAULT_RESUME_TIMEOUT_S
+from quire.version import build_version
 
 app = typer.Typer(
     name="quire",
-    help="LLM serving with a paged KV cache and continuous batching.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,6 +57,27 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
 app.add_typer(fleet_app, name="fleet")
+
+
+def _print_version(*, is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"quire {build_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=lambda value: _print_version(is_wanted=value),
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """LLM serving with a paged KV cache and continuous batching."""
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import quire.cli.main
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
+from quire.version import build_version
 from tests.support.client.fake_generation import FakeGeneration
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, refusal, replies, started
 
@@ -36,6 +37,11 @@ def test_every_command_has_help(command: str) -> None:
 def test_the_help_lists_every_command() -> None:
     output = invoke("--help").output
     assert all(command in output for command in COMMANDS if " " not in command)
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (0, f"quire {build_version()}\n")
 
 
 def test_the_command_line_imports_neither_torch_nor_the_services() -> None:
