@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -145,7 +145,13 @@ class PartProcesses:
         self._write(replace(self.record, is_draining=True))
         self._send(signal.SIGTERM)
         if breaks_off:
-            time.sleep(pause_s)  # a signal that comes at once could be merged with the first one
+            # A signal that came at once could be merged with the first one. Other processes drain meanwhile.
+            second = threading.Timer(pause_s, self._break_off)
+            second.daemon = True
+            second.start()
+
+    def _break_off(self) -> None:
+        if self.record is not None and self.record.is_draining:  # it may have been replaced meanwhile
             self._send(signal.SIGTERM)
 
     def kill(self) -> None:

@@ -63,10 +63,13 @@ class Wanted:
         return replace(self, serving=frozenset(added))
 
     def drained(self, index: int, drain_by_s: float) -> Self:
-        """Returns this with one replica less: the named one drains. Raises FleetError."""
+        """Returns this with one replica less: the named one drains. A second call can bring its time forward.
+
+        Raises FleetError.
+        """
         self._check_serves()
         if index in self.draining:
-            return self
+            return replace(self, draining={**self.draining, index: min(drain_by_s, self.draining[index])})
         if index not in self.serving:
             raise FleetError(f"there is no replica {index}: the fleet has {_listed(self.serving)}")
         if len(self.serving) == 1:

@@ -17,7 +17,8 @@ def test_the_highest_replicas_leave_and_free_numbers_join() -> None:
 def test_a_drained_replica_is_not_replaced() -> None:
     wanted = Wanted.of(3).drained(1, 9.0)
     assert (wanted.serving, wanted.draining) == ({0, 2}, {1: 9.0})
-    assert wanted.drained(1, 99.0) == wanted, "a second command changes nothing"
+    assert wanted.drained(1, 99.0) == wanted, "a second command does not put it off"
+    assert wanted.drained(1, 5.0).draining == {1: 5.0}, "but can bring it forward"
 
 
 @pytest.mark.parametrize("number", [0, -1, MAX_REPLICAS + 1])
