@@ -25,7 +25,7 @@ MAX_CACHED_GRAMMARS = 64
 """Number of compiled grammars that are kept."""
 
 MAX_CACHED_CHARACTERS = 16 * MAX_GRAMMAR_BYTES
-"""Length of all their texts: the size of a compiled grammar is not known, and grows with its text."""
+"""Length of all their texts, and of those of deferred states: the size of a compiled grammar grows with its text."""
 
 _MAX_VOCABULARIES = 4
 """Sets of EOS ids with a vocabulary of their own. Nearly all requests for a model have the same."""
@@ -50,6 +50,7 @@ class Grammars:
         self._num_characters = 0
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
+        self._num_deferred_characters = 0
         self._deferred: OrderedDict[tuple[GrammarKey, tuple[int, ...]], Pending] = OrderedDict()
         failed = FollowedGrammar.failed(vocab_size)
         num_threads = min(_MAX_FOLLOWING, len(os.sched_getaffinity(0)))
@@ -80,16 +81,22 @@ class Grammars:
                 self.start(key_of(admission.params))
 
     def deferred(self, key: GrammarKey, output: tuple[int, ...]) -> Pending | None:
-        """Returns the state after an output for which a step did not wait; None if there is none."""
-        return self._deferred.get((key, output))
+        """Removes and returns the state after an output for which a step did not wait; None if there is none of use."""
+        pending = self._deferred.pop((key, output), None)
+        if pending is None:
+            return None
+        self._num_deferred_characters -= len(key[0])
+        return None if pending.is_spent else pending
 
     def keep_deferred(self, key: GrammarKey, output: tuple[int, ...], pending: Pending) -> None:
         """Keeps a state for which a step does not wait. Called by the device thread alone, like `deferred`."""
         self.counts.num_deferred += 1
+        if (key, output) not in self._deferred:
+            self._num_deferred_characters += len(key[0])
         self._deferred[key, output] = pending
-        self._deferred.move_to_end((key, output))
-        if len(self._deferred) > _MAX_DEFERRED:
-            self._deferred.popitem(last=False)
+        while len(self._deferred) > _MAX_DEFERRED or self._num_deferred_characters > MAX_CACHED_CHARACTERS:
+            ((grammar, _), _), _ = self._deferred.popitem(last=False)
+            self._num_deferred_characters -= len(grammar)
 
     def replay(self, start: Pending, output: Sequence[int]) -> Pending:
         """Returns the state after an output that was computed before."""

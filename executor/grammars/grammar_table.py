@@ -39,13 +39,13 @@ class GrammarTable:
             self._by_slot[slot] = SlotGrammar(self._refused)
             return
         key, output = key_of(params), tuple(token_ids[params.num_prompt_tokens :].tolist())
-        deferred = self._grammars.deferred(key, output)
+        can_wait = params.num_candidates == 0
+        deferred = self._grammars.deferred(key, output) if can_wait else None
         pending = deferred or self._grammars.start(key)
         if output and deferred is None:
             pending = self._grammars.replay(pending, output)
-        own = SlotGrammar(pending, key, params.num_prompt_tokens, can_wait=params.num_candidates == 0)
-        own.has_waited = deferred is not None
-        self._by_slot[slot] = own
+        has_waited = deferred is not None
+        self._by_slot[slot] = SlotGrammar(pending, key, params.num_prompt_tokens, can_wait, has_waited)
 
     def drop(self, slots: Ints | tuple[int, ...]) -> None:
         if self._by_slot:

@@ -35,6 +35,9 @@ MAX_STUCK = 4
 _TOKENS_OF_A_BATCH = 1 << 21
 """States of a batch, times the size of the vocabulary: the time of a mask grows with the vocabulary."""
 
+_LONG_S = 0.01
+"""CPU time after which a state is detached if others wait for its thread."""
+
 _POLL_S = 0.1
 
 _DETACHED, _GIVEN_UP = 10, 19
@@ -76,7 +79,7 @@ class Pending:
     def result(self) -> FollowedGrammar:
         """Waits for the state, within the limit. It never raises: a grammar that cannot be followed is a state too.
 
-        A state that was not begun is refused while all threads are detached.
+        A state that was not begun is refused while all threads compute states that were given up.
         """
         while self._state is None:
             if self._done.acquire(timeout=_POLL_S):
@@ -134,12 +137,14 @@ class _Batch:
 
     began_s      CPU time of the thread when it began the `current` one
     is_detached  the current one is late: the thread ends after it, and `left` belongs to another thread
+    is_given_up  the current one has failed already
     """
 
     left: deque[Pending]
     current: Pending | None = None
     began_s: float = 0.0
     is_detached: bool = False
+    is_given_up: bool = False
 
 
 class Workers:
@@ -153,6 +158,7 @@ class Workers:
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._running: dict[threading.Thread, _Batch] = {}
         self._num_stuck = 0
+        self._num_given_up = 0
         self._num_threads = num_threads
         self._num_missing = 0  # threads to start when detached ones have ended
         self._lock = threading.Lock()
@@ -161,8 +167,8 @@ class Workers:
 
     @property
     def is_overloaded(self) -> bool:
-        """True while all threads are detached that there may be."""
-        return self._num_missing >= self._num_threads
+        """True while every thread that there may be computes a state that was given up."""
+        return self._num_missing >= self._num_threads and self._num_given_up == self._num_stuck
 
     def submit(self, work: Work, origin: Pending | None = None) -> Pending:
         """Returns a state that a thread computes."""
@@ -176,12 +182,13 @@ class Workers:
             self._batches.put(_Batch(deque(pending[first : first + self._batch_size])))
 
     def detach(self, pending: Pending) -> None:
-        """Lets another thread compute what would wait for a state that is late. Does nothing if it has not begun."""
+        """Lets other threads compute what would wait for a state that is late, or for those that it waits for."""
         with self._lock:
-            for thread, batch in self._running.items():
-                if batch.current is pending and not batch.is_detached:
+            attached = [(thread, batch) for thread, batch in self._running.items() if not batch.is_detached]
+            own = [(thread, batch) for thread, batch in attached if batch.current is pending]
+            for thread, batch in own or attached:
+                if own or _cpu_s(thread) - batch.began_s > _LONG_S:
                     self._detach(thread, batch)
-                    return
 
     def give_up_late_ones(self) -> None:
         """Gives up the states that have reached the limit."""
@@ -193,6 +200,8 @@ class Workers:
                 _log.warning("following a grammar took more than %g s of CPU time: it is given up", LIMIT_S)
                 if not batch.is_detached:
                     self._detach(thread, batch)
+                batch.is_given_up = True
+                self._num_given_up += 1
                 _set_priority(thread, _GIVEN_UP)
 
     def _detach(self, thread: threading.Thread, batch: _Batch) -> None:
@@ -204,11 +213,16 @@ class Workers:
         if batch.left:
             self._batches.put(_Batch(batch.left))
         _set_priority(thread, _DETACHED)
-        if self._num_stuck >= MAX_STUCK:
-            self._num_missing += 1
-        else:
-            self._start_thread()
         self._num_stuck += 1
+        self._num_missing += 1
+        if self._num_stuck <= MAX_STUCK:
+            self._replace()
+
+    def _replace(self) -> None:
+        """Starts a thread that is missing, unless the system has no room for it now."""
+        with suppress(RuntimeError):
+            self._start_thread()
+            self._num_missing -= 1
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._run, name=self._name, daemon=True).start()
@@ -226,9 +240,9 @@ class Workers:
                 if batch.is_detached:
                     del self._running[thread]
                     self._num_stuck -= 1
+                    self._num_given_up -= batch.is_given_up
                     if self._num_missing:
-                        self._num_missing -= 1
-                        self._start_thread()
+                        self._replace()
                     return False
                 if not batch.left:
                     self._running.pop(thread, None)

@@ -1,7 +1,7 @@
 """Decides whether the next waiting sequence may enter the batch, given slots, blocks, token budget and neighbours.
 
-The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does. It is set
-aside only while another sequence computes the next block of its prompt, which it will share, and while it is deferred.
+The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does. Only while
+another sequence computes the next block of its prompt, which it will share, it is set aside.
 """
 
 from scheduler.core.sequence import FinishReason, Sequence, State
@@ -12,15 +12,12 @@ from scheduler.core.step import StepBuilder
 def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
     """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice.
 
-    Sets those aside that wait for a block which is being computed, or are deferred. Ends requests that start too late
-    for their deadline; the next `expire` returns their sequences.
+    Sets those aside that wait for a block which is being computed. Ends requests that start too late for their
+    deadline; the next `expire` returns their sequences.
     """
     while not builder.budget.is_exhausted and (sequence := state.admission_queue.first()) is not None:
         if _starts_too_late(state, sequence):
             state.missed += state.end_request(sequence.request.request_id, FinishReason.TOO_LATE)
-            continue
-        if sequence.resume_s > state.now_s:
-            state.waiting.set_aside(sequence)
             continue
         num_unborn = state.active(sequence).num_unborn
         if state.batch.num_free_slots <= num_unborn or not _may_run_beside_others(state, sequence):

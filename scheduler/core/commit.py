@@ -22,6 +22,11 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     for sequence, num_cached in step.admitted:
         _note_start(state, sequence, num_cached, events)
     _commit_prefills(state, step)
+    if result.prompt_logprobs is not None:
+        reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
+        for sequence, _, tokens in events.prompt_logprobs:
+            if any(isnan(token.values[0]) for token in tokens):
+                _end(state, sequence, FinishReason.NOT_FINITE, events)
     for place in result.deferred:
         if not step.sampled[place].is_finished:
             state.defer(step.sampled[place])
@@ -29,11 +34,6 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     state.accounts.charge_tokens(events.sequences)
     if result.logprobs is not None:
         reports.add_logprobs(step, result.logprobs, events)
-    if result.prompt_logprobs is not None:
-        reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
-        for sequence, _, tokens in events.prompt_logprobs:
-            if any(isnan(token.values[0]) for token in tokens):
-                _end(state, sequence, FinishReason.NOT_FINITE, events)
     if result.candidates is not None:
         _commit_beams(state, step, reports.candidates_by_beam(step, result.candidates), events)
     _end_sequences(state, step, result, events)

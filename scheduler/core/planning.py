@@ -32,7 +32,7 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     growing = _make_room_for_decodes(state)
     if growing is None:
         return None
-    state.waiting.take_back()
+    state.waiting.take_back(state.now_s)
     builder = StepBuilder(state.epoch, state.step_id + 1, state.new_budget())
     if len(state.accounts.active) > 1 and _let_newcomer_pass(state, builder, growing):
         return _send(state, builder)

@@ -170,15 +170,16 @@ class SchedulerState:
     def defer(self, sequence: Sequence) -> None:
         """Takes a sequence out of the batch for whose next token the executor did not wait.
 
-        It ends, so that plans in flight do not matter to it, and an heir with its tokens returns to the queue. The heir
-        is not admitted before a pause, which doubles each time in a row.
+        It ends, so that plans in flight do not matter to it, and an heir with its tokens returns to the queue after a
+        pause, which doubles each time in a row.
         """
         heir = sequence.heir()
+        heir.queued_s = self.now_s
         heir.resume_s = self.now_s + FIRST_PAUSE_S * 2 ** min(heir.num_deferrals - 1, MAX_DOUBLINGS)
         siblings = self.active(sequence).sequences
         siblings[siblings.index(sequence)] = heir
         self.finish(sequence)
-        self._enqueue(heir)
+        self.waiting.pause(heir)
         self.counters.num_deferrals += 1
 
     def lose_executor(self) -> Ends:

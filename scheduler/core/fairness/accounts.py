@@ -51,12 +51,13 @@ class Accounts:
     def charge_admission(self, sequence: Sequence) -> None:
         """Charges the given tokens that an admitted sequence computes.
 
-        What is computed again is charged to the tenant that displaced the sequence, if one did, or else to none.
+        What is computed again is charged to the tenant that displaced the sequence, if one did, or else to none. What a
+        deferred sequence computes again is charged to its own tenant.
         """
         account = sequence.account
         if (claimant := self.settle(sequence)) is not None:
             claimant.cost += (sequence.num_tokens - sequence.num_computed_tokens) * PROMPT_TOKEN_COST
-        elif not sequence.num_preemptions and not sequence.num_losses:
+        elif sequence.num_deferrals or not (sequence.num_preemptions or sequence.num_losses):
             has_reports = sequence.params.num_prompt_logprobs > 0
             num_tokens = sequence.num_given_tokens - sequence.num_computed_tokens
             account.cost += num_tokens * (PROMPT_TOKEN_COST + PROMPT_LOGPROBS_COST * has_reports)

@@ -1,6 +1,6 @@
 """The waiting sequences of all tenants: one queue for each, of which the tenant with the least service is next."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import islice
 
@@ -58,6 +58,7 @@ class FairQueue:
         self._num_entries = 0
         self._num_waiting = 0
         self._set_aside: list[Sequence] = []
+        self.paused: dict[Sequence, None] = {}  # an ordered set
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
         """The first sequence, if the last plan had no place for it or all slots are taken; None after a preemption."""
@@ -102,12 +103,20 @@ class FairQueue:
         sequence.is_set_aside = True
         self._set_aside.append(sequence)
 
-    def resume_s(self, now_s: float) -> float | None:
-        """Returns the time at which the next deferred sequence may be admitted; None if none of them was set aside."""
-        return min((s.resume_s for s in self._set_aside if s.resume_s > now_s), default=None)
+    def pause(self, sequence: Sequence) -> None:
+        """Keeps a deferred sequence outside the queue until its `resume_s`. It counts for the bounds of the queue."""
+        sequence.is_set_aside = True
+        self.paused[sequence] = None
 
-    def take_back(self) -> None:
-        """Returns all sequences that were set aside to their places."""
+    def resume_s(self, now_s: float) -> float | None:
+        """Returns the next time at which a pause ends; None if there is none. Ended pauses wait for the next plan."""
+        return min((each.resume_s for each in self.paused if each.resume_s > now_s), default=None)
+
+    def take_back(self, now_s: float) -> None:
+        """Returns all sequences to their places that were set aside, and those whose pauses have ended."""
+        for sequence in [each for each in self.paused if each.resume_s <= now_s]:
+            self.remove(sequence)
+            self.add(sequence)
         set_aside, self._set_aside = self._set_aside, []
         for sequence in set_aside:
             sequence.is_set_aside = False
@@ -126,7 +135,11 @@ class FairQueue:
         self.num_prompt_tokens += sequence.num_given_tokens
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that is in the queue."""
+        """Removes a sequence that is in the queue, or pauses."""
+        if sequence in self.paused:
+            del self.paused[sequence]
+            sequence.is_set_aside = False
+            return
         queue = self._queues.get(sequence.account)
         if queue is None:
             raise LookupError(f"{sequence!r} is not waiting")
@@ -176,17 +189,18 @@ class FairQueue:
         if terms.max_num_seqs is not None and request.num_slots > terms.max_num_seqs:
             raise CapacityExceeded(f"{request.num_slots} sequences in one request, you may run {terms.max_num_seqs}")
         num_parts = len({*self._queues, account})
+        every, own_paused = self.paused, [each for each in self.paused if each.account is account]
         try:
-            _check_takes(self, request, limits.max_waiting_requests, limits.max_waiting_prompt_tokens, "")
+            _check_takes(self, every, request, limits.max_waiting_requests, limits.max_waiting_prompt_tokens, "")
         except QueueFull:
             if num_parts == 1:
                 raise
             twice = (2 * limits.max_waiting_requests, 2 * limits.max_waiting_prompt_tokens)
-            _check_takes(self, request, *twice, "")
+            _check_takes(self, every, request, *twice, "")
             part = (limits.max_waiting_requests // num_parts, limits.max_waiting_prompt_tokens // num_parts)
-            _check_takes(own, request, *part, " of yours")
+            _check_takes(own, own_paused, request, *part, " of yours")
         most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
-        _check_takes(own, request, most_requests, most_tokens, " of yours", TenantLimitReached)
+        _check_takes(own, own_paused, request, most_requests, most_tokens, " of yours", TenantLimitReached)
 
     def _enter(self, account: Account) -> None:
         """Adds an entry that replaces the tenant's older one, and removes replaced entries if most are."""
@@ -248,14 +262,16 @@ def _place(head: Sequence) -> tuple[int, float, bool, int]:
 
 def _check_takes(
     queue: "FairQueue | WaitingQueue",
+    paused: Collection[Sequence],
     request: Request,
     most_requests: int | None,
     most_tokens: int | None,
     whose: str,
     error: type[QueueFull] = QueueFull,
 ) -> None:
-    if most_requests is not None and len(queue) >= most_requests:
-        raise error(f"{len(queue)} requests{whose} are waiting")
-    num_tokens = queue.num_prompt_tokens + request.num_given_tokens
-    if most_tokens is not None and len(queue) and num_tokens > most_tokens:
-        raise error(f"{queue.num_prompt_tokens} prompt tokens{whose} are waiting")
+    num_requests = len(queue) + len(paused)
+    if most_requests is not None and num_requests >= most_requests:
+        raise error(f"{num_requests} requests{whose} are waiting")
+    num_tokens = queue.num_prompt_tokens + sum(each.num_given_tokens for each in paused)
+    if most_tokens is not None and num_requests and num_tokens + request.num_given_tokens > most_tokens:
+        raise error(f"{num_tokens} prompt tokens{whose} are waiting")

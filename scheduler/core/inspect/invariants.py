@@ -71,7 +71,7 @@ def _check_index(state: SchedulerState) -> Iterator[str]:
 
 def _check_states(state: SchedulerState) -> Iterator[str]:
     """Checks I7: an unfinished sequence is waiting or running, never both, never neither; its state says which."""
-    waiting, running = set(state.waiting), set(state.batch.running)
+    waiting, running = {*state.waiting, *state.waiting.paused}, set(state.batch.running)
     unfinished = set(unfinished_sequences(state))
     if waiting & running or (waiting | running) != unfinished:
         yield "I7: waiting and running sequences are not a partition of the unfinished ones"

@@ -94,7 +94,7 @@ def _may_admit(state: SchedulerState) -> bool:
     Room only shrinks, so a sequence that cannot enter now cannot enter later, unless a step in flight releases blocks
     or a running sequence publishes a block of its prompt.
     """
-    state.waiting.take_back()
+    state.waiting.take_back(state.now_s)
     first = state.admission_queue.first()
     if first is None:
         return False

@@ -10,8 +10,9 @@ from llguidance import LLMatcher
 
 from executor.grammars import grammar_cache, slot_grammar
 from executor.grammars.followed import FollowedGrammar, follow
+from executor.grammars.workers import Pending
 from executor.plans.plan import EndReason, Fork
-from tests.support.executor.letters import EOS
+from tests.support.executor.letters import EOS, VOCAB_SIZE
 from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def test_a_sequence_whose_mask_is_late_goes_on_as_it_would_have(holds, gate, mon
     gate.is_open.set()
     monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
     key = again.params.grammar, (EOS,)
-    runner.slots._grammars._grammars.deferred(key, tuple(whole.output[:holds])).result()
+    runner.slots._grammars._grammars._deferred[key, tuple(whole.output[:holds])].result()
     last = admit_again(driver, again)
     driver.run()
     assert gate.num_held == len(whole.output) - holds, "the mask that was late was computed once"
@@ -133,9 +134,20 @@ def test_deferred_states_are_kept_within_a_bound(monkeypatch, runner, lettered) 
     monkeypatch.setattr(grammar_cache, "_MAX_DEFERRED", 2)
     grammars = runner.slots._grammars._grammars
     grammars._deferred.clear()
+    grammars._num_deferred_characters = 0
     pending = grammars.start((GRAMMAR, (EOS,)))
     key, num_before = (GRAMMAR, (EOS,)), grammars.counts.num_deferred
     for token in range(4):
         grammars.keep_deferred(key, (token,), pending)
     assert [grammars.deferred(key, (token,)) for token in range(4)] == [None, None, pending, pending]
+    assert grammars.deferred(key, (3,)) is None, "it is used once"
     assert grammars.counts.num_deferred == num_before + 4
+    monkeypatch.setattr(grammar_cache, "MAX_CACHED_CHARACTERS", 2 * len(GRAMMAR) - 1)
+    for token in (0, 0, 1):
+        grammars.keep_deferred(key, (token,), pending)
+    assert [grammars.deferred(key, (token,)) for token in range(2)] == [None, pending]
+    assert grammars._num_deferred_characters == 0
+    refused = Pending(grammars._compiling, lambda: FollowedGrammar.failed(VOCAB_SIZE))
+    refused._was_refused = True
+    grammars.keep_deferred(key, (), refused)
+    assert grammars.deferred(key, ()) is None, "the grammar is begun anew"

@@ -117,15 +117,17 @@ def test_while_all_threads_are_detached_a_state_that_cannot_be_late_is_refused(m
     assert late.result() is state
 
 
-def test_a_late_state_is_detached_and_goes_on(monkeypatch) -> None:
+@pytest.mark.parametrize("waits_for_late", [True, False])
+def test_a_late_state_is_detached_and_goes_on(waits_for_late, monkeypatch) -> None:
     """The states behind it in its batch, and those that come later, do not wait for it."""
     priorities: list[int] = []
     monkeypatch.setattr(workers.os, "setpriority", lambda which, who, niceness: priorities.append(niceness))
     own, state, spinning = Workers(1, "test", FAILED), known(), Spinning()
     late, behind = Pending(own, spinning), Pending(own, lambda: state)
     own.begin((late, behind))
-    assert behind.state_by(time.monotonic() + 0.2) is None, "it has not begun, and nothing is detached for it"
-    assert late.state_by(0.0) is None
+    if waits_for_late:
+        assert late.state_by(time.monotonic() + 0.1) is None
+    assert behind.state_by(time.monotonic() + 0.2) is (state if waits_for_late else None)
     assert late.state_by(0.0) is None, "it is detached once"
     assert behind.result() is state
     assert own.submit(lambda: state).result() is state

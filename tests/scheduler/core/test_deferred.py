@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from scheduler.core import BeamParams, FinishReason
+from scheduler.core import BeamParams, FinishReason, QueueFull
+from scheduler.core.fairness.fair_queue import MAX_SET_ASIDE
+from scheduler.core.tenants.account import PROMPT_TOKEN_COST
 from tests.support.core.letter_tokens import make_request
 from tests.support.core.small_harness import build_harness
 
@@ -108,3 +112,56 @@ def test_beams_are_never_deferred() -> None:
     harness.defer(1)
     harness.run()
     assert harness.scheduler.state.counters.num_deferrals == 0
+
+
+def test_others_of_the_tenant_enter_beside_any_number_of_deferred_samples() -> None:
+    samples = make_request(1, max_tokens=3, seeds=range(MAX_SET_ASIDE + 4))
+    harness = build_harness(samples, max_num_seqs=32, max_num_batched_tokens=32)
+    harness.defer(MAX_SET_ASIDE + 4)
+    harness.schedule()
+    harness.commit()
+    assert harness.scheduler.num_waiting == 0
+    harness.add(make_request(2, "klm", max_tokens=2))
+    assert harness.schedule() is not None
+    harness.run()
+
+
+def test_deferred_sequences_count_for_the_bounds_of_the_queue() -> None:
+    harness = build_harness(make_request(1, max_tokens=3, seeds=(1, 2)))
+    harness.defer(2)
+    harness.schedule()
+    harness.commit()
+    limits = replace(harness.scheduler.state.limits, max_waiting_requests=2)
+    harness.scheduler.state.waiting._limits = limits
+    with pytest.raises(QueueFull):
+        harness.add(make_request(2, "klm"))
+    harness.run()
+
+
+@pytest.mark.parametrize("is_lost_first", [False, True])
+def test_a_tenant_pays_for_what_its_deferred_sequences_compute_again(is_lost_first: bool) -> None:
+    harness = build_harness(make_request(1, max_tokens=4), block_size=16)
+    if is_lost_first:
+        harness.schedule()
+        harness.lose()
+        harness.attach()
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    account = next(iter(harness.scheduler.state.accounts))
+    cost = account.cost
+    harness.schedule()
+    harness.expire(1.0)
+    harness.schedule()
+    assert account.cost == cost + 3 * PROMPT_TOKEN_COST
+    harness.run()
+
+
+def test_reports_on_a_prompt_are_not_computed_again() -> None:
+    params = replace(make_request(1, "abcdefgh", max_tokens=3).params, num_prompt_logprobs=1)
+    harness = build_harness(replace(make_request(1, "abcdefgh", max_tokens=3), params=params), block_size=4)
+    harness.defer(1)
+    harness.schedule()
+    assert len(harness.commit().prompt_logprobs) == 1
+    harness.run()
+    assert harness.scheduler.state.counters.num_prefilled_tokens == 8 + 4, "one block is found again"

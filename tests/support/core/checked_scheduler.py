@@ -174,7 +174,7 @@ class CheckedScheduler:
             last = max(admitted, key=order)
             for waiting in self._admissible_sequences():
                 later = [each for each in admitted if each.account is waiting.account and order(waiting) < order(each)]
-                if later and (self._awaits_block(waiting) or waiting.resume_s > self.scheduler.state.now_s):
+                if later and self._awaits_block(waiting):
                     self.coverage.num_overtaken += 1
                     continue
                 assert not later, f"I13: {later} overtook {waiting!r}"

@@ -189,6 +189,8 @@ class Transcript:
             yield f"batch    {_spaced(members)}"
         if scheduler.num_waiting:
             yield f"queue    {_spaced(map(_name, scheduler.state.waiting))}"
+        if scheduler.state.waiting.paused:
+            yield f"paused   {_spaced(map(_name, scheduler.state.waiting.paused))}"
         if len(accounts := scheduler.state.accounts.active) > 1:
             yield f"service  {_spaced(f'{account.name} {account.level:g}' for account in accounts)}"
         for sequence in scheduler.state.batch.running:
