@@ -15,6 +15,9 @@ from quire.grammars import matcher
 
 Mask = NDArray[np.uint8]
 
+_TOKENS_AT_ONCE = 16
+"""Tokens that a matcher consumes in one call, during which other threads do not get the interpreter."""
+
 GrammarKey = tuple[str, tuple[int, ...]]
 """The text of a grammar, and the EOS ids that end its output."""
 
@@ -68,7 +71,8 @@ class _Run:
 
     def consume(self, token_ids: Sequence[int]) -> None:
         self.output += token_ids
-        self.matcher.consume_tokens(list(token_ids))
+        for first in range(0, len(token_ids), _TOKENS_AT_ONCE):
+            self.matcher.consume_tokens(list(token_ids[first : first + _TOKENS_AT_ONCE]))
 
 
 @dataclass(frozen=True, slots=True)

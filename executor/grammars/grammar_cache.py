@@ -15,7 +15,7 @@ from pathlib import Path
 
 from executor.grammars.followed import FollowedGrammar, GrammarKey, Vocabulary, begin, follow
 from executor.grammars.masks import GrammarCounts
-from executor.grammars.workers import Pending, Workers
+from executor.grammars.workers import FOLLOW_LIMIT_S, Pending, Workers
 from executor.plans.plan import SequenceParams, StepPlan
 from quire.grammars import MAX_GRAMMAR_BYTES, grammar_tokenizer
 
@@ -55,7 +55,7 @@ class Grammars:
         failed = FollowedGrammar.failed(vocab_size)
         num_threads = min(_MAX_FOLLOWING, len(os.sched_getaffinity(0)))
         self._compiling = Workers(_MAX_COMPILING, "compile-grammar", failed)
-        self._following = Workers(num_threads, "follow-grammar", failed)
+        self._following = Workers(num_threads, "follow-grammar", failed, FOLLOW_LIMIT_S)
         self._vocabulary(tuple(sorted({*eos_token_ids})))
 
     def start(self, key: GrammarKey) -> Pending:

@@ -3,7 +3,7 @@
 The limits of llguidance count states and items, but the time for an item grows with the grammar: 2 KB of text can
 occupy a thread for seconds at each token. Such a thread cannot be ended. So a step waits for a state only as long as
 `state_by` says. A state that is late then is detached: its thread goes on with a low priority, and another one takes
-over the rest of its batch. After LIMIT_S of CPU time the state is given up, and with it the grammar. CPU time does not
+over the rest of its batch. At a limit of CPU time the state is given up, and with it the grammar. CPU time does not
 pass while the process is suspended or waits for a core, so the load of a machine ends no sequence.
 
 The states of a step are handed over in batches of about a millisecond. With a small vocabulary, a state takes less
@@ -27,7 +27,10 @@ from quire.unexpected import unexpected
 _log = logging.getLogger(__name__)
 
 LIMIT_S = 2.0
-"""CPU time for one state: to compile a grammar, to replay an output, to follow one token."""
+"""CPU time for one state: to compile a grammar, or to replay an output."""
+
+FOLLOW_LIMIT_S = 0.5
+"""CPU time for the state after one token. `consume_tokens`, up to a fifth of it, keeps the interpreter."""
 
 MAX_STUCK = 4
 """Detached threads in whose place others were started. Another one leaves its place empty until one of them ends."""
@@ -150,9 +153,10 @@ class _Batch:
 class Workers:
     """Threads that compute states in the order in which they were submitted."""
 
-    def __init__(self, num_threads: int, name: str, failed: FollowedGrammar) -> None:
-        """Starts the threads. `failed` is the state of a grammar that cannot be followed."""
+    def __init__(self, num_threads: int, name: str, failed: FollowedGrammar, limit_s: float | None = None) -> None:
+        """Starts the threads. `failed` is the state of a grammar that cannot be followed. limit_s: None is LIMIT_S."""
         self.failed = failed
+        self._limit_s = LIMIT_S if limit_s is None else limit_s
         self._name = name
         self._batch_size = max(1, _TOKENS_OF_A_BATCH // (8 * len(failed.mask)))
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
@@ -195,9 +199,9 @@ class Workers:
         with self._lock:
             for thread, batch in list(self._running.items()):
                 late = batch.current
-                if late is None or _cpu_s(thread) - batch.began_s <= LIMIT_S or not late.give_up():
+                if late is None or _cpu_s(thread) - batch.began_s <= self._limit_s or not late.give_up():
                     continue
-                _log.warning("following a grammar took more than %g s of CPU time: it is given up", LIMIT_S)
+                _log.warning("following a grammar took more than %g s of CPU time: it is given up", self._limit_s)
                 if not batch.is_detached:
                     self._detach(thread, batch)
                 batch.is_given_up = True
