@@ -125,7 +125,7 @@ async def test_streams_survive_a_killed_service(served: Stack, service: str) -> 
 
 async def test_masks_that_take_long_hold_up_no_other_request(served: Stack) -> None:
     """The grammar is ambiguous: its masks take some ten milliseconds, and more with each token."""
-    ways = 60
+    ways = 40
     lark = "\n".join(
         ['start: "ab" x "!"', f"x: {' | '.join(f'x y{i}' for i in range(ways))} | "]
         + [f'y{i}: x "a" | "b" x | x x' for i in range(ways)]
