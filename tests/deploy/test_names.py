@@ -66,6 +66,7 @@ SHIPPED = {
         "quire_executor_grammars_compiled_total": {"executor"},
         "quire_executor_grammar_ends_total": {"executor"},
         "quire_executor_grammar_wait_seconds_total": {"executor"},
+        "quire_executor_grammar_deferred_total": {"executor"},
         "quire_executor_unexpected_errors_total": {"where", "executor"},
         "quire_executor_idle_ratio": {"executor"},
         "quire_executor_memory_bytes": {"kind", "executor"},
