@@ -115,7 +115,7 @@ class Sequence:
         self.queued_s = -inf  # when it last entered the queue
         self.is_set_aside = False  # the queue passes over it until the next plan
         self.num_deferrals = 0  # times in a row that the executor did not wait for its next token
-        self.resume_s = -inf  # not admitted before
+        self.resume_s = -inf  # when the pause of a deferred sequence ends
         self.num_preemptions = 0
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without a token committed in between

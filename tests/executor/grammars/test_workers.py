@@ -156,6 +156,32 @@ def test_a_detached_state_is_given_up_at_the_limit(monkeypatch) -> None:
         spinning.is_released.set()
 
 
+def test_late_states_of_others_refuse_nothing_that_cannot_be_late() -> None:
+    """A beam waits for its mask while all threads compute masks that are late, but not given up."""
+    own, spinning, state = Workers(1, "test", FAILED), Spinning(), known()
+    late = [own.submit(spinning) for _ in range(MAX_STUCK + 1)]
+    assert all(each.state_by(time.monotonic() + 0.1) is None for each in late)
+    assert own._num_missing == 1
+    threading.Timer(3 * workers._POLL_S, spinning.is_released.set).start()
+    assert own.submit(lambda: state).result() is state
+
+
+def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch) -> None:
+    own, spinning, state = Workers(1, "test", FAILED), Spinning(), known()
+    late, behind = own.submit(spinning), own.submit(lambda: state)
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own, "_start_thread", fail)
+        assert late.state_by(time.monotonic() + 0.1) is None, "the step goes on"
+    assert own._num_missing == 1
+    spinning.is_released.set()
+    assert behind.result() is state
+    assert own._num_missing == 0
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
 def test_an_error_ends_its_own_grammar_only(error) -> None:
     own, state = Workers(1, "test", FAILED), known()
