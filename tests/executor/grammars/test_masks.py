@@ -100,6 +100,17 @@ def test_a_state_that_is_shared_stays_as_it_is() -> None:
     assert allowed(follow(start, (2, 3), is_own=False)) == before
 
 
+def test_a_long_output_is_followed_as_token_by_token() -> None:
+    output = (2, 3) * 25 + (2,)
+    one_by_one = regex("(ab){0,30}c")
+    for token in output:
+        one_by_one = follow(one_by_one, (token,), is_own=True)
+    at_once = follow(regex("(ab){0,30}c"), output, is_own=True)
+    assert 3 in allowed(at_once) == allowed(one_by_one)
+    assert at_once.run is not None
+    assert at_once.run.output == list(output)
+
+
 @pytest.mark.parametrize("output", [(3,), (2, 2), (EOS, 2), (20,), (2, EOS)])
 def test_an_output_that_the_grammar_forbids_cannot_be_followed(output) -> None:
     state = follow(regex("abc"), output, is_own=True)

@@ -128,8 +128,8 @@ def test_a_late_state_is_detached_and_goes_on(waits_for_late, monkeypatch) -> No
     if waits_for_late:
         assert late.state_by(time.monotonic() + 0.1) is None
     assert behind.state_by(time.monotonic() + 0.2) is (state if waits_for_late else None)
-    assert late.state_by(0.0) is None, "it is detached once"
     assert behind.result() is state
+    assert late.state_by(0.0) is None, "it is detached once"
     assert own.submit(lambda: state).result() is state
     assert priorities == [workers._DETACHED]
     spinning.is_released.set()
