@@ -134,7 +134,7 @@ def measure(root: Path) -> Iterator[Figure]:
     kernel = [path for path in files if path.parent == Path("scheduler/core") and path.name != "__init__.py"]
     yield Figure("scheduler/core: files of the decision kernel", len(kernel), 24)
     yield Figure(
-        "scheduler/core: lines of code of the decision kernel", sum(code_lines(sources[p]) for p in kernel), 1720
+        "scheduler/core: lines of code of the decision kernel", sum(code_lines(sources[p]) for p in kernel), 1640
     )
     long = [path for path in files if path.parts[0] != "kernels" and sources[path].count("\n") > 300]
     yield Figure("files over 300 lines outside kernels", len(long), 0, " ".join(map(str, long)))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from executor.grammars.grammar_cache import Grammars, key_of
 from executor.grammars.masks import GrammarCounts, Masks
-from executor.grammars.slot_grammar import SlotGrammar
+from executor.grammars.slot_grammar import Patience, SlotGrammar
 from executor.grammars.workers import Pending, refused
 from executor.plans.plan import EndReason, Ints, SequenceParams
 
@@ -26,6 +26,7 @@ class GrammarTable:
         self._counts = GrammarCounts() if grammars is None else grammars.counts
         self._by_slot: dict[int, SlotGrammar] = {}
         self._not_begun: list[Pending] = []
+        self._patience = Patience()
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
@@ -39,13 +40,16 @@ class GrammarTable:
             self._by_slot[slot] = SlotGrammar(self._refused)
             return
         key, output = key_of(params), tuple(token_ids[params.num_prompt_tokens :].tolist())
-        can_wait = params.num_candidates == 0
-        deferred = self._grammars.deferred(key, output) if can_wait else None
+        deferred = self._grammars.deferred(key, output)
         pending = deferred or self._grammars.start(key)
         if output and deferred is None:
             pending = self._grammars.replay(pending, output)
         has_waited = deferred is not None
-        self._by_slot[slot] = SlotGrammar(pending, key, params.num_prompt_tokens, can_wait, has_waited)
+        self._by_slot[slot] = SlotGrammar(pending, key, params.num_prompt_tokens, has_waited)
+
+    def begin_step(self) -> None:
+        """Lets all masks of the next step share the time for which it waits."""
+        self._patience = Patience()
 
     def drop(self, slots: Ints | tuple[int, ...]) -> None:
         if self._by_slot:
@@ -70,7 +74,9 @@ class GrammarTable:
         if not self._by_slot:
             return None
         own = {row: self._by_slot[slot] for row, slot in enumerate(slots.tolist()) if slot in self._by_slot}
-        return Masks(np.array(list(own), dtype=np.int64), tuple(own.values()), self._counts) if own else None
+        if not own:
+            return None
+        return Masks(np.array(list(own), dtype=np.int64), tuple(own.values()), self._counts, self._patience)
 
     def end_reasons(self, slots: Ints, token_ids: Ints) -> NDArray[np.uint8]:
         """Returns why these slots may not append the tokens that they have sampled; most may.
@@ -95,6 +101,17 @@ class GrammarTable:
         if self._grammars is not None and own.key is not None:
             output = tuple(token_ids[own.num_prompt_tokens :].tolist())
             self._grammars.keep_deferred(own.key, output, own.pending)
+
+    def take_deferred(self, slots: Ints) -> NDArray[np.bool_]:
+        """Returns which slots the step has deferred. They keep their states, for which no step waits again."""
+        is_deferred = np.zeros(len(slots), dtype=np.bool_)
+        for place, slot in enumerate(slots.tolist()):
+            own = self._by_slot.get(slot)
+            if own is not None and own.is_deferred:
+                self._counts.num_deferred += 1
+                self._by_slot[slot] = replace(own, is_deferred=False, has_waited=True)
+                is_deferred[place] = True
+        return is_deferred
 
     def consume(self, slots: Ints, token_ids: Ints) -> None:
         """Follows tokens that were appended. The masks after them are computed once `begin_masks` is called."""

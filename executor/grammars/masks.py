@@ -37,7 +37,7 @@ class Masks:
     rows: NDArray[np.int64]
     grammars: tuple[SlotGrammar, ...]
     counts: GrammarCounts
-    patience: Patience = field(default_factory=Patience)
+    patience: Patience
 
     def forbid(self, logits: Tensor) -> None:
         """Sets the logits of all tokens that may not come next to -inf. Waits for the masks.

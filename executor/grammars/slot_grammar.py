@@ -28,24 +28,20 @@ class SlotGrammar:
 
     key                None: the grammar cannot be followed
     num_prompt_tokens  tokens of the sequence that are not output
-    can_wait           the sequence can leave the batch until its mask is there: it is no beam
-    has_waited         it has left the batch for this mask already, and no step waits for the mask again
+    has_waited         it has been deferred for this mask already, and no step waits for the mask again
     is_own             no other slot and no cache has this state
-    is_deferred        the step did not wait for the mask: the sequence leaves the batch without a token
+    is_deferred        the step did not wait for the mask: the sequence gets no token, and comes back
     """
 
     pending: Pending
     key: GrammarKey | None = None
     num_prompt_tokens: int = 0
-    can_wait: bool = True
     has_waited: bool = False
     is_own: bool = False
     is_deferred: bool = False
 
     def state(self, patience: Patience) -> FollowedGrammar:
         """Returns the state whose mask a step needs. If the step does not wait for it, all tokens are allowed."""
-        if not self.can_wait:
-            return self.pending.result()
         if not self.is_deferred:
             state = self.pending.state_by(0.0 if self.has_waited else patience.deadline_s())
             if state is not None:

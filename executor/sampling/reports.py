@@ -1,7 +1,7 @@
 """The reports of a step besides its tokens, from the logits as the model made them.
 
 The log-probabilities of a beam or a prompt token are NaN if its row of logits is not finite, and never otherwise: the
-scheduler then fails the request.
+scheduler then fails the request. Those of a beam are infinity if the step did not wait for its mask.
 """
 
 from dataclasses import replace
@@ -73,7 +73,10 @@ def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | N
         is_finite, usable = _usable(logits[rows])
         candidates = most_probable(_changed(usable, slots.draw(beams[rows])), nums)
         pieces.append(_marked(candidates, nums, is_finite))
-    return join(pieces)
+    joined = join(pieces)
+    is_late = np.repeat(slots.repeat_late(beams), slots.reports.num_candidates[beams])
+    joined.values[is_late & ~np.isnan(joined.values)] = np.inf
+    return joined
 
 
 def _usable(logits: Tensor) -> tuple[NDArray[np.bool_], Tensor]:

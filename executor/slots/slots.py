@@ -77,6 +77,7 @@ class Slots:
         self.counters = counters
         self._written.apply(plan, counters)
         self._changes.drop(plan.retired_slots.tolist())
+        self._grammars.begin_step()
         self._grammars.drop(plan.retired_slots)
         self.reports.drop(plan.retired_slots)
         for admission in plan.admissions:
@@ -207,6 +208,17 @@ class Slots:
         self._grammars.drop(slots[has_ended])
         self._grammars.consume(slots, token_ids)
         return reasons
+
+    def repeat_late(self, beams: Ints) -> NDArray[np.bool_]:
+        """Returns which beams have no candidates, because their masks were late. They compute their last token again.
+
+        They do so once the scheduler gives them a row again.
+        """
+        if not self._grammars:
+            return np.zeros(len(beams), dtype=np.bool_)
+        is_late = self._grammars.take_deferred(beams)
+        self.counters.num_computed_tokens[beams[is_late]] -= 1
+        return is_late
 
     def _refuse(self, slots: Ints, token_ids: Ints, reasons: NDArray[np.uint8]) -> None:
         """Sets the end reasons of tokens that grammars do not let their slots append."""

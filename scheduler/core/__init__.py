@@ -18,6 +18,7 @@ from scheduler.core.baselines.contiguous import (
     CONTIGUOUS_POWER_OF_TWO,
     KV_ALLOCATIONS,
 )
+from scheduler.core.counters import Counters
 from scheduler.core.errors import (
     CapacityExceeded,
     ExecutorLost,
@@ -50,7 +51,7 @@ from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
 from scheduler.core.request import BeamParams, ReceivedOutput, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
-from scheduler.core.state import Counters, SchedulerState
+from scheduler.core.state import SchedulerState
 from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 from scheduler.core.tenants.errors import TenantLimitReached
 from scheduler.core.timing.step_costs import StepCosts

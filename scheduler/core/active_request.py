@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 
-from scheduler.core.beam_group import BeamGroup
+from scheduler.core.beams.group import BeamGroup
 from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence
 

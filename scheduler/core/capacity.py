@@ -1,6 +1,6 @@
 """Checks, when a request arrives, that it can be served at all."""
 
-from scheduler.core.beam_group import BeamGroup
+from scheduler.core.beams.group import BeamGroup
 from scheduler.core.errors import CapacityExceeded
 from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence

@@ -1,10 +1,11 @@
 """Commits the result of a plan: appends tokens, continues beams, ends sequences, and releases deferred blocks."""
 
+from collections.abc import Collection
 from math import inf, isnan
 
 from scheduler.core import reports
-from scheduler.core.active_request import ActiveRequest
-from scheduler.core.beam import Candidates
+from scheduler.core.beams.group import BeamGroup
+from scheduler.core.beams.search import Candidates
 from scheduler.core.errors import InvariantViolation, ResultMismatch
 from scheduler.core.plan import Events, StepResult
 from scheduler.core.sequence import FinishReason, Sequence, State
@@ -21,7 +22,9 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     events = Events()
     for sequence, num_cached in step.admitted:
         _note_start(state, sequence, num_cached, events)
-    _commit_prefills(state, step)
+    candidates = reports.candidates_by_beam(step, result.candidates) if result.candidates is not None else {}
+    late = {beam for beam, (_, values) in candidates.items() if values[0] == inf}
+    _commit_prefills(state, step, late)
     if result.prompt_logprobs is not None:
         reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
         for sequence, _, tokens in events.prompt_logprobs:
@@ -34,8 +37,8 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     state.accounts.charge_tokens(events.sequences)
     if result.logprobs is not None:
         reports.add_logprobs(step, result.logprobs, events)
-    if result.candidates is not None:
-        _commit_beams(state, step, reports.candidates_by_beam(step, result.candidates), events)
+    if candidates:
+        _commit_beams(state, step, candidates, late, events)
     _end_sequences(state, step, result, events)
     for block_table in step.releases:
         state.cache.release(block_table)
@@ -68,10 +71,10 @@ def _note_start(state: SchedulerState, sequence: Sequence, num_cached: int, even
     events.started.append(sequence)
 
 
-def _commit_prefills(state: SchedulerState, step: Step) -> None:
+def _commit_prefills(state: SchedulerState, step: Step, late: Collection[Sequence]) -> None:
     for sequence, num_tokens in step.prefills.items():
         if not sequence.is_finished:
-            sequence.num_computed_tokens += num_tokens
+            sequence.num_computed_tokens += num_tokens - (sequence in late)
             state.counters.num_prefilled_tokens += num_tokens
             if sequence.num_computed_tokens >= sequence.publish_at:
                 state.cache.publish(sequence)
@@ -95,34 +98,51 @@ def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events
 # --- beams ----------------------------------------------------------------------------------------------------
 
 
-def _commit_beams(state: SchedulerState, step: Step, candidates: BeamCandidates, events: Events) -> None:
-    """Continues each group that reported candidates with the beams that it decides on, or ends the group."""
+def _commit_beams(
+    state: SchedulerState, step: Step, candidates: BeamCandidates, late: Collection[Sequence], events: Events
+) -> None:
+    """Continues each group whose beams have all reported with the beams that it decides on, or ends the group."""
     beams = [beam for beam in step.beams if not beam.is_finished]  # others: their request ended after the plan was made
     state.accounts.charge_tokens(beams)
+    groups: dict[BeamGroup, None] = {}
     for beam in beams:
+        group = _group_of(state, beam)
+        groups[group] = None
+        if beam in late:
+            beam.row_count = 0
+            group.late.append(beam)
+            continue
+        group.reported[beam] = candidates[beam]
+        group.leader.loss_mark = -1  # its beams have received a token
         beam.num_computed_tokens = beam.num_planned_tokens
         if beam.num_computed_tokens >= beam.publish_at:
             state.cache.publish(beam)
-    for leader in dict.fromkeys(beam.leader for beam in beams):
-        leader.loss_mark = -1  # its beams have received a token
-        _decide_beams(state, state.active(leader), candidates, events)
+    for group in groups:
+        if group.late:
+            state.defer_beams(group)
+        else:
+            _decide_beams(state, group, events)
 
 
-def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: BeamCandidates, events: Events) -> None:
-    group = active.group
+def _group_of(state: SchedulerState, beam: Sequence) -> BeamGroup:
+    group = state.active(beam).group
     if group is None:
-        raise InvariantViolation(f"request {active.request.request_id} reported candidates, and is no beam search")
+        raise InvariantViolation(f"request {beam.request.request_id} reported candidates, and is no beam search")
+    return group
+
+
+def _decide_beams(state: SchedulerState, group: BeamGroup, events: Events) -> None:
     leader = group.leader
-    best = [candidates[beam][1][0] for beam in group.beams or (leader,)]
+    best = [values[0] for _, values in group.reported.values()]
     if any(map(isnan, best)) or (leader.params.grammar and -inf in best):  # a grammar leaves a token, or it failed
         _end(state, leader, FinishReason.NOT_FINITE if any(map(isnan, best)) else FinishReason.GRAMMAR, events)
         return
     is_first = not group.beams
-    dropped = group.decide(candidates)
+    dropped = group.decide()
     if is_first:
         state.batch.replace(leader, group.beams[0])
     if group.branches:
-        state.drop_beams(active, dropped)
+        state.drop_beams(state.active(leader), dropped)
         state.batch.decided.append(group)
         return
     results = group.search.results()

@@ -44,7 +44,7 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
         return _send(state, builder)
     if state.in_flight:
         return None
-    if state.batch.running:
+    if state.batch.running and not state.batch.paused:
         raise InvariantViolation("sequences are running, and none of them can compute a token")
     return _send(state, builder) if state.cache.index.has_news else None
 
@@ -87,7 +87,10 @@ def _plan_decodes(state: SchedulerState, builder: StepBuilder, growing: list[Seq
 
 
 def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
-    """Plans one step of each decided group: a branch and a row for each beam. The caller has made room for them."""
+    """Plans one step of each decided group: a branch and a row for each beam. The caller has made room for them.
+
+    And repeats the rows of beams that were late, once their pause has ended.
+    """
     for group in state.batch.decided:
         active = state.active(group.leader)
         placed = group.branch(state.cache)
@@ -98,6 +101,11 @@ def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
             builder.add_allocation(beam, _allocate(state, beam, 1))
             builder.add_branch(beam, parent, token_id)
     state.batch.decided = []
+    for group in state.batch.take_resumed(state.now_s):
+        for beam in group.late:
+            builder.set_row_count(beam, 1)
+            builder.add_beam(beam)
+        group.late = []
 
 
 def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:

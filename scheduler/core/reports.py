@@ -3,7 +3,7 @@
 The arrays of a result are flat. The plan says how many entries each sequence has, in the order of slots.
 """
 
-from scheduler.core.beam import Candidates
+from scheduler.core.beams.search import Candidates
 from scheduler.core.errors import ResultMismatch
 from scheduler.core.plan import Events, Logprobs, StepResult, TokenLogprobs
 from scheduler.core.sequence import Sequence

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
-from scheduler.core.beam_group import BeamGroup
+from scheduler.core.beams.group import BeamGroup
 from scheduler.core.sequence import Sequence
 
 
@@ -23,6 +23,7 @@ class RunningBatch:
         self.decoding: list[Sequence] = []  # by slot
         self.joined: list[Sequence] = []  # started to decode after the last plan; their row count may have to be sent
         self.decided = list[BeamGroup]()  # each beam of these groups has a token to compute
+        self.paused = list[BeamGroup]()  # some beams of these groups have their last token to compute again
         self.num_reporting = 0  # running sequences that asked for log-probabilities
         self.retired_slots: list[int] = []  # sent with the next plan
         self._free_slots = list(range(max_num_seqs))  # a heap
@@ -67,6 +68,12 @@ class RunningBatch:
         del self.running[sequence]
         self.retired_slots.append(sequence.slot)
         return sequence.slot
+
+    def take_resumed(self, now_s: float) -> list[BeamGroup]:
+        """Returns the groups whose pauses have ended, which do not pause any longer."""
+        resumed = [group for group in self.paused if group.resume_s <= now_s]
+        self.paused = [group for group in self.paused if group.resume_s > now_s]
+        return resumed
 
     def drop(self, sequence: Sequence) -> None:
         """Removes a sequence and gives up its slot."""

@@ -11,7 +11,7 @@ plan can be sent before that token is known. Two rules keep this simple:
 * A sequence that ends or is cancelled while plans are in flight keeps its blocks until the newest of them is committed.
 * No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results.
 
-Beams are not planned ahead: the core decides which of them continue, so each step of a group (beam_group.py) waits for
+Beams are not planned ahead: the core decides which of them continue, so each step of a group (beams/group.py) waits for
 the results of its last step. For the rest of the batch, a group's beams are additional decodes.
 
 `Scheduler` is the API of the core. It changes a `SchedulerState` (state.py) through the functions in planning.py and
@@ -142,7 +142,7 @@ class Scheduler:
         state = self.state
         if state.missed:
             return state.now_s
-        due_s = (state.deadlines.next_s, state.admission_queue.due_s, state.waiting.resume_s(state.now_s))
+        due_s = (state.deadlines.next_s, state.admission_queue.due_s, state.resume_s)
         return min((time_s for time_s in due_s if time_s is not None), default=None)
 
     def has_request(self, request_id: int) -> bool:

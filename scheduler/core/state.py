@@ -10,11 +10,12 @@ Every change of a sequence's state is one method, after which the invariants hol
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 
 from scheduler.core.active_request import ActiveRequest
-from scheduler.core.beam_group import BeamGroup
+from scheduler.core.beams.group import BeamGroup
+from scheduler.core.counters import Counters
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
@@ -28,29 +29,12 @@ from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
 from scheduler.core.tenants.account import TermsOf
 from scheduler.core.timing.deadlines import Deadlines
+from scheduler.core.timing.pauses import pause_s
 from scheduler.core.timing.step_budget import StepBudget
 from scheduler.core.timing.step_costs import UNKNOWN_COSTS
 from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]
-
-FIRST_PAUSE_S, MAX_DOUBLINGS = 0.01, 6
-"""The pause of a sequence that is deferred for the first time, and how often it doubles: up to 0.64 s."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. Each is incremented where the event happens."""
-
-    num_steps: int = 0
-    num_prefilled_tokens: int = 0  # known tokens that were computed, those computed again included
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_preempted_tokens: int = 0  # computed and thrown away
-    num_deferrals: int = 0
-    num_cow_copies: int = 0
-    num_prefix_queried_tokens: int = 0  # prompt tokens, at first admission
-    num_prefix_hit_tokens: int = 0  # those of them that were found in the prefix cache
 
 
 class SchedulerState:
@@ -175,12 +159,25 @@ class SchedulerState:
         """
         heir = sequence.heir()
         heir.queued_s = self.now_s
-        heir.resume_s = self.now_s + FIRST_PAUSE_S * 2 ** min(heir.num_deferrals - 1, MAX_DOUBLINGS)
+        heir.resume_s = self.now_s + pause_s(heir.num_deferrals)
         siblings = self.active(sequence).sequences
         siblings[siblings.index(sequence)] = heir
         self.finish(sequence)
         self.waiting.pause(heir)
         self.counters.num_deferrals += 1
+
+    def defer_beams(self, group: BeamGroup) -> None:
+        """Lets the late beams of a group pause in their slots, because they cannot go on from their tokens alone."""
+        group.num_deferrals += 1
+        group.resume_s = self.now_s + pause_s(group.num_deferrals)
+        self.batch.paused.append(group)
+        self.counters.num_deferrals += len(group.late)
+
+    @property
+    def resume_s(self) -> float | None:
+        """The next time at which a pause ends; None if there is none. Ended pauses wait for the next plan."""
+        ends_s = [each.resume_s for each in self.waiting.paused] + [each.resume_s for each in self.batch.paused]
+        return min((end_s for end_s in ends_s if end_s > self.now_s), default=None)
 
     def lose_executor(self) -> Ends:
         """Returns running sequences to the queue with their tokens.
@@ -275,8 +272,9 @@ class SchedulerState:
                 self.cache.reserve(beam.leader, 1)
 
     def _forget_beams(self, group: BeamGroup) -> None:
-        if group in self.batch.decided:
-            self.batch.decided.remove(group)
+        for groups in (self.batch.decided, self.batch.paused):
+            if group in groups:
+                groups.remove(group)
         group.restart()
 
     def _drop_from_batch(self, sequence: Sequence) -> None:

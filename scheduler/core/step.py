@@ -63,11 +63,15 @@ class StepBuilder:
 
     def add_branch(self, beam: Sequence, parent: Sequence, token_id: int) -> None:
         """Adds a row of one token, which the executor does not know yet."""
-        self.step.beams.append(beam)
         self.plan.branches += (beam.slot, parent.slot, token_id)
+        self.add_beam(beam)
+        beam.num_planned_tokens += 1
+
+    def add_beam(self, beam: Sequence) -> None:
+        """Adds a row of one token, which is new or was computed before."""
+        self.step.beams.append(beam)
         self._add_rows(1, 1)
         self.budget.take_decodes((beam,))
-        beam.num_planned_tokens += 1
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
         """Adds `num_tokens` tokens to the row of a sequence."""

@@ -17,7 +17,7 @@ from tests.support.core.fake_executor import FakeExecutor, context_of, end_reaso
 
 if TYPE_CHECKING:
     from scheduler.core import FinishReason, SequenceParams
-    from scheduler.core.beam import Candidates
+    from scheduler.core.beams.search import Candidates
     from tests.support.core.fake_executor import Sample, Slot
 
 NO_PENALTIES = (1.0, 0.0, 0.0)

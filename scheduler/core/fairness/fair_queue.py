@@ -108,10 +108,6 @@ class FairQueue:
         sequence.is_set_aside = True
         self.paused[sequence] = None
 
-    def resume_s(self, now_s: float) -> float | None:
-        """Returns the next time at which a pause ends; None if there is none. Ended pauses wait for the next plan."""
-        return min((each.resume_s for each in self.paused if each.resume_s > now_s), default=None)
-
     def take_back(self, now_s: float) -> None:
         """Returns all sequences to their places that were set aside, and those whose pauses have ended."""
         for sequence in [each for each in self.paused if each.resume_s <= now_s]:

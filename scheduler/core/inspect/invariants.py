@@ -104,8 +104,13 @@ def _check_slots(state: SchedulerState) -> Iterator[str]:
 def _check_groups(state: SchedulerState) -> Iterator[str]:
     """Checks I9 for groups, which hold as many slots as they may have beams, and I19.
 
-    I19: each beam is decided, or in one plan in flight.
+    I19: each beam is decided, in one plan in flight, or late and its group pauses; or others of its group are late or
+    in flight, and it has reported.
     """
+    late = [active.group.leader for active in state.requests.values() if active.group and active.group.late]
+    paused = [group.leader for group in state.batch.paused]
+    if set(late) != set(paused) or len(late) != len(paused):
+        yield f"I19: the groups of {late} have late beams, and those of {paused} pause"
     in_flight = Counter(beam for step in state.in_flight for beam in step.beams)
     for active in state.requests.values():
         group = active.group
@@ -116,8 +121,11 @@ def _check_groups(state: SchedulerState) -> Iterator[str]:
             yield f"I9: the group of {group.leader!r} holds {num_slots} slots for {group.params.width} beams"
         parents = {parent for parent, _ in group.branches}
         for beam in group.beams:
-            if in_flight[beam] + (beam in parents) != 1:
-                yield f"I19: {beam!r} is in flight {in_flight[beam]} times, and decided: {beam in parents}"
+            places = (in_flight[beam], beam in parents, beam in group.reported, beam in group.late)
+            if sum(places) != 1:
+                yield f"I19: {beam!r} is in flight, decided, has reported, and is late: {places} times"
+        if len(group.reported) == len(group.beams):
+            yield f"I19: all beams of {group.leader!r} have reported, and it is not decided"
 
 
 def _check_reservations(state: SchedulerState) -> Iterator[str]:

@@ -67,9 +67,13 @@ class LoadTracker:
         for admission in plan.admissions:
             self._admit(admission)
         counts = plan.row_counts
+        num_beams = num_beam_pairs = 0
         for i in range(0, len(counts), 2):
-            self._set_row_count(counts[i], counts[i + 1])
-        num_beams, num_beam_pairs = self._branch(plan.branches) if plan.branches else (0, 0)
+            if (num_again := self._set_row_count(counts[i], counts[i + 1])) > 0:
+                num_beams, num_beam_pairs = num_beams + 1, num_beam_pairs + num_again
+        if plan.branches:
+            contexts = self._branch(plan.branches)
+            num_beams, num_beam_pairs = num_beams + len(contexts), num_beam_pairs + sum(contexts)
         num_decodes = self.num_decodes
         self.skip(1)
         num_decode_pairs = self.num_decode_context
@@ -123,25 +127,29 @@ class LoadTracker:
             is_reported=params.num_prompt_logprobs > 0,
         )
 
-    def _set_row_count(self, number: int, num_tokens: int) -> None:
+    def _set_row_count(self, number: int, num_tokens: int) -> int:
+        """Returns the context of a beam that computes its last token again, because it was late; else 0."""
         slot = self._others.get(number)
         if slot is None:
             if num_tokens or number not in self._decodes:
                 raise LookupError(f"slot {number} decodes, and was given {num_tokens} tokens a step")
             num_computed = self._leave(number)
             self._others[number] = _Slot(num_computed, num_computed, 0, is_beam=False)
-        elif num_tokens == 1 and slot.num_computed_tokens >= slot.num_known_tokens:
-            self._join(number, self._leave(number))
-        else:
+        elif slot.num_computed_tokens < slot.num_known_tokens:
             slot.num_row_tokens = num_tokens
+        elif slot.is_beam:
+            return slot.num_computed_tokens
+        elif num_tokens == 1:
+            self._join(number, self._leave(number))
+        return 0
 
-    def _branch(self, branches: list[int]) -> tuple[int, int]:
-        """Continues the contexts of parents by one token each; returns the number of beams and their pairs."""
+    def _branch(self, branches: list[int]) -> list[int]:
+        """Continues the contexts of parents by one token each, and returns the contexts of the beams."""
         placed = [(branches[i], self._context(branches[i + 1]) + 1) for i in range(0, len(branches), 3)]
         for number, num_computed in placed:
             self._leave(number)
             self._others[number] = _Slot(num_computed, num_computed, 0, is_beam=True)
-        return len(placed), sum(num_computed for _, num_computed in placed)
+        return [num_computed for _, num_computed in placed]
 
     def _context(self, number: int) -> int:
         if number in self._decodes:

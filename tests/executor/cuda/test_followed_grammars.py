@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.executor.plan_driver import PlanDriver, ints
 
 if TYPE_CHECKING:
     from executor.grammars.followed import FollowedGrammar
+    from executor.plans.plan import Logprobs
 
 pytestmark = pytest.mark.timeout(300)
 GRAMMAR = LLMatcher.grammar_from_regex("(ab|c)(a|bb){2,4}")
@@ -87,3 +89,36 @@ def test_a_sequence_whose_mask_is_late_ends_deferred_and_its_neighbour_goes_on(t
     driver.run()
     assert (again.tokens, again.reason) == (wanted.tokens, EndReason.EOS)
     assert beside.output == plain.output
+
+
+def test_a_late_beam_is_computed_again_and_its_candidates_equal_the_reference(tmp_path, monkeypatch) -> None:
+    source = make_lettered(tmp_path / "lettered")
+    both = make_pair(source.directory, DEVICE)
+    is_open, follow = threading.Event(), grammar_cache.follow
+
+    def held(*arguments: object, **options: object) -> FollowedGrammar:
+        assert is_open.wait(30)
+        return follow(*arguments, **options)  # type: ignore[arg-type]
+
+    def search(driver: PlanDriver, *, is_late: bool) -> tuple[list[Logprobs], list[int]]:
+        beam = driver.admit(source.prompt(4), 9, num_candidates=3, grammar=GRAMMAR, eos_token_ids=ints(EOS))
+        plain, found = driver.admit(source.prompt(3), 6), [driver.step().reports.candidates]
+        for token_id in (4, 5):
+            is_open.clear()
+            monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05 if is_late else 60.0)
+            found.append(driver.step(branches=((beam, beam, token_id),)).reports.candidates)
+            if is_late:
+                assert found.pop().values.tolist() == [inf] * 3
+                is_open.set()
+                monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
+                both.cuda.slots._grammars._by_slot[beam.slot].pending.result()
+                found.append(driver.step().reports.candidates)
+        return found, plain.output[:3]
+
+    wanted, plain = search(PlanDriver(both.reference), is_late=False)
+    monkeypatch.setattr(grammar_cache, "follow", held)
+    found, plain_beside = search(PlanDriver(FinishingRunner(both.cuda)), is_late=True)
+    assert plain_beside == plain
+    for own, other in zip(found, wanted, strict=True):
+        assert own.token_ids.tolist() == other.token_ids.tolist()
+        assert own.values == pytest.approx(other.values, abs=1e-3)

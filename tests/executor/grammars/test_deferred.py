@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from math import inf
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,11 +17,14 @@ from tests.support.executor.letters import EOS, VOCAB_SIZE
 from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from executor.device.runner import ModelRunner
 
 GRAMMAR = LLMatcher.grammar_from_regex("(ab|c)(a|bb){3,9}c?")
+Found = dict[int, list[tuple[int, float]]]
+"""The candidates of each beam, by slot, with their log-probabilities."""
+
 PARAMS = {"grammar": GRAMMAR, "eos_token_ids": ints(EOS), "temperature": 1.5, "seed": 7}
 
 
@@ -90,7 +94,7 @@ def test_a_sequence_whose_mask_is_late_goes_on_as_it_would_have(holds, gate, mon
     assert beside.tokens[: len(plain.tokens)] == plain.tokens[: len(beside.tokens)]
 
 
-def test_samples_of_one_prompt_are_deferred_each_and_beams_are_not(gate, monkeypatch, runner, lettered) -> None:
+def test_samples_of_one_prompt_are_deferred_each(gate, monkeypatch, runner, lettered) -> None:
     monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
     gate.holds = 1
     driver = PlanDriver(runner)
@@ -98,13 +102,62 @@ def test_samples_of_one_prompt_are_deferred_each_and_beams_are_not(gate, monkeyp
     driver.step(forks=(Fork(parent.slot, 9, seed=3),))
     driver.step()
     assert [sequence.reason for sequence in driver.sequences] == [EndReason.DEFERRED] * 2
-    beam = driver.admit(lettered.prompt(4), 9, **{**PARAMS, "num_candidates": 3})
-    opener = threading.Timer(0.5, gate.is_open.set)
-    opener.start()
-    found = [driver.step(), driver.step(branches=((beam, beam, 4),))]
-    assert [len(output.reports.candidates.token_ids) for output in found] == [3, 3]
-    assert beam.reason is EndReason.GOES_ON
-    opener.join()
+
+
+def search(driver: PlanDriver, prompt: list[int], beside: list[int], open_gate: Callable[[int], None]) -> list[Found]:
+    """Returns the candidates of two beams at each of three steps, each asked for until no mask is late.
+
+    open_gate  called with the number of times that they were asked for before
+    """
+    first = driver.admit(prompt, 9, **{**PARAMS, "num_candidates": 3})
+    driver.admit(beside, 30)
+    found = [ask(driver, open_gate)]
+    second = driver.add_beam(first)
+    found.append(ask(driver, open_gate, branches=((first, first, 0), (second, first, 2))))
+    found.append(ask(driver, open_gate, branches=((first, second, 0), (second, first, 1))))
+    return found
+
+
+def ask(driver: PlanDriver, open_gate: Callable[[int], None], **plan: object) -> Found:
+    values: dict[int, list[tuple[int, float]]] = {}
+    for number in range(8):
+        beams = [each.slot for each in driver.sequences if each.params.num_candidates and each.slot not in values]
+        reported = driver.step(**plan).reports.candidates  # type: ignore[arg-type]
+        assert reported is not None
+        plan = {}
+        pairs = list(zip(reported.token_ids.tolist(), reported.values.tolist(), strict=True))
+        own = {slot: pairs[3 * place : 3 * place + 3] for place, slot in enumerate(sorted(beams))}
+        values |= {slot: found for slot, found in own.items() if found[0][1] != inf}
+        if len(values) == sum(bool(each.params.num_candidates) for each in driver.sequences):
+            return values
+        open_gate(number)
+    raise AssertionError("a mask is late for ever")
+
+
+def test_late_beams_are_computed_again_and_find_the_same(gate, monkeypatch, runner, lettered) -> None:
+    prompt, beside = lettered.prompt(6), lettered.prompt(4)
+    driver = PlanDriver(runner)
+    whole = search(driver, prompt, beside, lambda _: None)
+    plain = driver.sequences[1].tokens
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
+    for holds in (1, 2, 3):
+        gate._num_followed, gate.holds = 0, holds
+        gate.is_open.clear()
+        num_before = runner.slots._grammars._counts.num_deferred
+        driver = PlanDriver(runner)
+
+        def open_gate(number: int) -> None:
+            if number == 2:
+                gate.is_open.set()
+                monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
+                for own in runner.slots._grammars._by_slot.values():
+                    own.pending.result()
+
+        assert search(driver, prompt, beside, open_gate) == whole
+        assert runner.slots._grammars._counts.num_deferred - num_before >= 3
+        beside_tokens = driver.sequences[1].tokens
+        assert beside_tokens[: len(plain)] == plain[: len(beside_tokens)]
+        monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 0.05)
 
 
 def test_a_grammar_that_compiles_for_long_defers_its_first_token(monkeypatch, runner, lettered) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.masks import GrammarCounts, Masks
-from executor.grammars.slot_grammar import SlotGrammar
+from executor.grammars.slot_grammar import Patience, SlotGrammar
 from executor.grammars.workers import Workers
 from quire.grammars import grammar_tokenizer
 from tests.support.executor.letters import EOS, OTHER_EOS, TEXTS, VOCAB_SIZE, tokenizer_json
@@ -142,7 +142,7 @@ def test_forbidden_logits_are_minus_infinity_and_all_others_are_kept() -> None:
     patterns = ["a", "(b|c)+", "abc"]
     workers = Workers(1, "test", FollowedGrammar.failed(VOCAB_SIZE))
     own = tuple(SlotGrammar(workers.submit(lambda each=each: regex(each))) for each in patterns)
-    masks = Masks(np.array([1, 2, 4]), own, GrammarCounts())
+    masks = Masks(np.array([1, 2, 4]), own, GrammarCounts(), Patience())
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     for part, rows in ((masks, slice(0, 6)), (masks.between(2, 5), slice(2, 5)), (masks.between(5, 6), slice(5, 6))):
         changed = logits[rows].clone()

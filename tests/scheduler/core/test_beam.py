@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scheduler.core import BeamParams, BeamResult, FinishReason
-from scheduler.core.beam import BeamSearch, Candidates, Survivor
+from scheduler.core.beams.search import BeamSearch, Candidates, Survivor
 
 VOCAB_SIZE = 24
 EOS, LENGTH, STOP = FinishReason.EOS, FinishReason.LENGTH, FinishReason.STOP

@@ -107,11 +107,83 @@ def test_a_request_whose_last_token_is_late_ends_by_its_length_later() -> None:
     assert harness.clients.ended == {(1, 0): FinishReason.LENGTH}
 
 
-def test_beams_are_never_deferred() -> None:
-    harness = build_harness(make_request(1, max_tokens=4, beam=BeamParams(2, 2)))
-    harness.defer(1)
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+@pytest.mark.parametrize("num_late", [1, 2])
+def test_late_beams_stay_in_their_slots_and_others_are_not_computed_again(num_before: int, num_late: int) -> None:
+    harness = build_harness(make_request(1, max_tokens=5, beam=BeamParams(2, 2)), block_size=2)
+    for _ in range(num_before):
+        harness.schedule()
+        harness.commit()
+    harness.defer(num_late)
+    plan = harness.schedule()
+    assert plan is not None
+    num_late = min(num_late, plan.num_sequences)
+    harness.defer(0)
+    harness.commit()
+    assert harness.schedule() is None
+    assert harness.scheduler.next_wake_s == pytest.approx(harness.now_s + 0.01)
+    harness.expire(harness.now_s + 0.01)
+    plan = harness.schedule()
+    assert plan is not None
+    assert (plan.num_sequences, plan.num_tokens) == (num_late, num_late)
+    assert plan.row_counts
+    assert [plan.branches, plan.admissions, plan.table_updates, plan.block_copies] == [[]] * 4
+    harness.commit()
     harness.run()
-    assert harness.scheduler.state.counters.num_deferrals == 0
+    assert harness.scheduler.state.counters.num_deferrals == num_late
+    assert harness.scheduler.state.counters.num_preemptions == 0
+
+
+def test_the_pause_of_beams_doubles_and_others_run_meanwhile() -> None:
+    harness = build_harness(make_request(1, max_tokens=4, beam=BeamParams(2, 2)))
+    harness.schedule()
+    harness.commit()
+    pauses_s = []
+    for _ in range(3):
+        harness.defer(2)
+        harness.schedule()
+        harness.commit()
+        next_s = harness.scheduler.next_wake_s
+        assert next_s is not None
+        pauses_s.append(round(next_s - harness.now_s, 6))
+        harness.expire(next_s)
+    assert pauses_s == [0.01, 0.02, 0.04]
+    harness.defer(2)
+    harness.schedule()
+    harness.commit()
+    harness.add(make_request(2, "klm", max_tokens=2))
+    for _ in range(2):
+        assert harness.schedule() is not None
+        assert len(harness.commit().token_ids) == 1
+    harness.run()
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+@pytest.mark.parametrize("end", ["cancel", "expire", "lose", "preempt"])
+def test_a_group_with_late_beams_can_end(end: str, num_before: int) -> None:
+    search = make_request(1, max_tokens=6, deadline_s=5.0, beam=BeamParams(2, 2))
+    harness = build_harness(search, make_request(2, "klm", max_tokens=9))
+    for _ in range(num_before):
+        harness.schedule()
+        harness.commit()
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    state = harness.scheduler.state
+    harness.defer(0)
+    if end == "cancel":
+        harness.cancel(1)
+    elif end == "expire":
+        assert [reason for _, reason in harness.expire(6.0).finished] == [FinishReason.DEADLINE]
+    elif end == "lose":
+        harness.lose()
+    else:
+        group = state.requests[1].group
+        assert group is not None
+        state.preempt(group.leader)
+        harness.check()
+    assert not state.batch.paused
+    harness.run()
 
 
 def test_others_of_the_tenant_enter_beside_any_number_of_deferred_samples() -> None:

@@ -1,12 +1,14 @@
 """Bugs to plant in beam search, and the checks that find them. See `test_mutations`."""
 
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
 from scheduler.core import SchedulerState, Sequence, planning
 from scheduler.core.active_request import ActiveRequest
-from scheduler.core.beam_group import BeamGroup
+from scheduler.core.beams.group import BeamGroup
+from scheduler.core.running_batch import RunningBatch
 from scheduler.core.step import StepBuilder
 
 
@@ -91,6 +93,39 @@ def promise_a_group_too_little(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BeamGroup, "num_worst_case_blocks", lambda group, cache: worst_case(group, cache) // 2)
 
 
+def repeat_late_beams_at_once(patch: pytest.MonkeyPatch) -> None:
+    take_resumed = RunningBatch.take_resumed
+    patch.setattr(RunningBatch, "take_resumed", lambda batch, now_s: take_resumed(batch, inf))
+
+
+def count_late_beams_as_computed(patch: pytest.MonkeyPatch) -> None:
+    defer_beams = SchedulerState.defer_beams
+
+    def mutant(state: SchedulerState, group: BeamGroup) -> None:
+        for beam in group.late:
+            beam.num_computed_tokens = beam.num_planned_tokens
+            if beam.num_computed_tokens >= beam.publish_at:
+                state.cache.publish(beam)
+        defer_beams(state, group)
+
+    patch.setattr(SchedulerState, "defer_beams", mutant)
+
+
+def forget_late_beams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerState, "defer_beams", lambda state, group: group.late.clear())
+
+
+def keep_the_pause_of_groups_that_end(patch: pytest.MonkeyPatch) -> None:
+    forget_beams = SchedulerState._forget_beams
+
+    def mutant(state: SchedulerState, group: BeamGroup) -> None:
+        paused = list(state.batch.paused)
+        forget_beams(state, group)
+        state.batch.paused = paused
+
+    patch.setattr(SchedulerState, "_forget_beams", mutant)
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (forget_the_copy_when_beams_branch, "KV that was never written is read|I11: .* got"),
     (count_no_blocks_for_branches, "no blocks for"),
@@ -99,5 +134,9 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (give_up_the_slots_of_dropped_beams, "I9: the group"),
     (free_blocks_of_beams_in_flight, "I6: plan"),
     (keep_beams_when_preempting, "I11: .* got"),
+    (repeat_late_beams_at_once, "I27: .* before their pauses"),
+    (count_late_beams_as_computed, "I3: .* is published|I23: the executor has"),
+    (forget_late_beams, "I19: .* is in flight"),
+    (keep_the_pause_of_groups_that_end, "I19: the groups of"),
     (promise_a_group_too_little, "no blocks for|I10: .* blocks promised|would fit"),
 ]

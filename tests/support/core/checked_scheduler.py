@@ -76,6 +76,7 @@ class Coverage:
     num_retained_blocks: int = 0  # blocks that an epoch began with
     num_overtaken: int = 0  # times that a sequence which awaited a block was overtaken
     num_deferrals: int = 0  # sequences for whose token the executor did not wait
+    num_late_beams: int = 0  # beams for whose candidates it did not wait
     num_pauses: int = 0  # plans that computed only a newcomer's prompt while others could have decoded
 
 
@@ -153,7 +154,7 @@ class CheckedScheduler:
         if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
             return
         state = self.scheduler.state
-        times_s = (state.admission_queue.due_s, state.waiting.resume_s(state.now_s))
+        times_s = (state.admission_queue.due_s, state.resume_s)
         due_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
         assert due_s > self.now_s, "I12: a batch or a deferred sequence waits for a time that has passed"
@@ -233,7 +234,10 @@ class CheckedScheduler:
             assert due_s > self.now_s, f"I20: no batch was formed of {head}, though the first has waited until {due_s}"
 
     def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
-        """Returns whether the first sequence in order, if its key is below `before`, has a row in the newest plan."""
+        """Returns whether the first sequence in order, if its key is below `before`, has a row in the newest plan.
+
+        Late beams pause, and others may enter meanwhile (I27).
+        """
         assert self.executor is not None
         order, sampled = self.scheduler.state.policy.order, self.scheduler.state.in_flight[-1].sampled
         seated = [s for s in self.scheduler.state.batch.running if s.slot >= 0 or s in sampled]
@@ -241,7 +245,7 @@ class CheckedScheduler:
         if first is None or order(first) >= before or first in sampled:
             return True
         slot = self.executor.slots[first.slot]
-        return slot.row_count > 0 or slot.is_undecided  # beams continue when their results arrive
+        return slot.row_count > 0 or slot.is_undecided or slot.is_late  # beams continue when their results arrive
 
     def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
         """Checks I15: a slot that sampled in the last plan has a row in this one, unless it was retired.
@@ -268,7 +272,17 @@ class CheckedScheduler:
         return all(other.account is not newcomer.account for other in others)
 
     def _check_beams(self, plan: StepPlan) -> None:
-        """Checks I19: a decided group has a row for each of its beams in the next plan."""
+        """Checks I19 and I27.
+
+        I19: a decided group has a row for each of its beams in the next plan. I27: a late beam has one when its pause
+        has ended, and not before.
+        """
+        state = self.scheduler.state
+        groups = [state.active(beam).group for beam in state.in_flight[-1].beams]
+        early = [group.leader for group in groups if group and group.resume_s > state.now_s]
+        assert not early, f"I27: {early} were planned before their pauses had ended"
+        overdue = [group.leader for group in state.batch.paused if group.resume_s <= state.now_s]
+        assert not overdue or self._lets_newcomer_pass(plan), f"I27: {overdue} go on pausing"
         beams = [sequence for sequence in self.scheduler.state.batch.running if sequence.leader is not sequence]
         branched = set(plan.branches[::3])
         assert not self.scheduler.state.batch.decided, "I19: a decided group was not planned"

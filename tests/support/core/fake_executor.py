@@ -12,7 +12,7 @@ from math import inf
 from zlib import crc32
 
 from scheduler.core import BeamResult, FinishReason, Fork, Logprobs, Request, SequenceParams, StepPlan, StepResult
-from scheduler.core.beam import BeamSearch, Candidates
+from scheduler.core.beams.search import BeamSearch, Candidates
 
 Sample = tuple[int, FinishReason | None]
 
@@ -113,6 +113,7 @@ class Slot:
     row_count: int = 0
     has_ended: bool = False
     is_undecided: bool = False  # a beam that has reported its candidates
+    is_late: bool = False  # a beam that was to report them in its last row
 
 
 @dataclass
@@ -181,8 +182,7 @@ class FakeExecutor:
         for index, context in contexts.items():
             slot = self.slots[index]
             if slot.params.num_candidates:
-                candidates[index] = rank_tokens(context, slot.params.num_candidates, self.vocab_size)
-                slot.row_count, slot.is_undecided = 0, True
+                candidates[index] = self._report(slot, context)
                 continue
             sampled[index] = self._sample(slot, context)
             if sampled[index] is DEFERRED:
@@ -332,6 +332,15 @@ class FakeExecutor:
                 raise PlanError("KV that was never written is read")
             entries.append(entry)
         return entries
+
+    def _report(self, slot: Slot, context: list[int]) -> Candidates:
+        slot.row_count, number, slot.is_late = 0, slot.params.num_candidates, self.num_to_defer > 0
+        if slot.is_late:
+            self.num_to_defer -= 1
+            slot.num_computed_tokens -= 1
+            return [0] * number, [inf] * number
+        slot.is_undecided = True
+        return rank_tokens(context, number, self.vocab_size)
 
     def _sample(self, slot: Slot, context: list[int]) -> Sample:
         if self.num_to_defer:

@@ -1,11 +1,16 @@
 """The test harness: the real scheduler, a fake executor and fake clients. Checks every invariant after every move."""
 
+from collections.abc import Iterator
+from itertools import islice
+from math import inf
+
 from scheduler.core import (
     Events,
     FinishReason,
     Request,
     Sequence,
     StepPlan,
+    StepResult,
 )
 from scheduler.core.baselines.batching import batch_members
 from tests.support.core.checked_scheduler import CheckedScheduler, Flight
@@ -159,11 +164,19 @@ class Harness(CheckedScheduler):
         """Commits the oldest result in flight."""
         result, counters = self.in_flight.popleft().result, self.scheduler.state.counters
         num_before = counters.num_deferrals
-        self.bound.num_deferrals += len(result.deferred)
+        num_late_beams = len({beam for beam in self._late_beams(result) if not beam.is_finished})
+        self.coverage.num_late_beams += num_late_beams
+        self.bound.num_deferrals += len(result.deferred) + num_late_beams
         events = self._hear(self.scheduler.commit(result))
         self.coverage.num_deferrals += counters.num_deferrals - num_before
         self._check_usage()
         return events
+
+    def _late_beams(self, result: StepResult) -> Iterator[Sequence]:
+        """Yields the beams for whose candidates the executor did not wait, several times."""
+        values = iter(result.candidates.values if result.candidates else ())
+        for beam in self.scheduler.state.in_flight[0].beams:
+            yield from [beam] * sum(value == inf for value in islice(values, beam.params.num_candidates))
 
     def run(self) -> None:
         """Runs until every request has ended, with as many plans in flight as allowed; checks that nothing leaks."""

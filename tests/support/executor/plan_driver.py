@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -183,9 +185,11 @@ class PlanDriver:
             if sequence.row_count and sequence.num_computed_tokens == len(sequence.tokens)
         ]
         sampled = [sequence for sequence in reaching if not sequence.params.num_candidates]
-        for sequence in reaching:
+        values = iter(() if output.reports.candidates is None else output.reports.candidates.values.tolist())
+        for sequence in sorted(reaching, key=lambda sequence: sequence.slot):
             if sequence.params.num_candidates:
                 sequence.row_count = 0
+                sequence.num_computed_tokens -= inf in list(islice(values, sequence.params.num_candidates))
         for fork in forks:
             parent = next(sequence for sequence in self.sequences if sequence.slot == fork.parent_slot)
             child = replace(

@@ -1,6 +1,7 @@
 """The beams of one request as sequences, whose block tables are forked and dropped.
 
     prompt computed → candidates → decided → planned: branches, one row a beam → candidates → …
+                                   late → pause → planned: the same rows again →
 
 The request's own sequence, the leader, computes the prompt. When the first candidates arrive, it hands its slot and
 blocks to the first beam. From then on it holds nothing, and represents the group when the request waits, is preempted,
@@ -8,9 +9,14 @@ or ends.
 
 Every beam shares the blocks of its parent. In the next step each beam writes one token: the first child in the parent's
 slot, the others in new slots. If several beams share a partly filled block, all but the last one to write copy it.
+
+The executor does not wait for the mask of a grammar. A beam whose mask is late has its row computed again after a
+pause, in the same slot and blocks, and the group is decided when all its beams have reported.
 """
 
-from scheduler.core.beam import BeamSearch, Candidates
+from math import inf
+
+from scheduler.core.beams.search import BeamSearch, Candidates
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.request import BeamParams
 from scheduler.core.sequence import FinishReason, Sequence, State
@@ -19,7 +25,10 @@ from scheduler.core.sequence import FinishReason, Sequence, State
 class BeamGroup:
     """The beams of one request, in the order of the search.
 
-    `branches` holds the parent and the token of each beam that is decided but not yet planned.
+    branches       the parent and the token of each beam that is decided but not yet planned
+    reported       the candidates of beams, until all have reported
+    late           beams whose rows are computed again, after resume_s
+    num_deferrals  times in a row that some were late
     """
 
     def __init__(self, leader: Sequence, params: BeamParams) -> None:
@@ -36,9 +45,18 @@ class BeamGroup:
         self.search = BeamSearch(self.params, reasons, num_new_tokens)
         self.beams: list[Sequence] = []
         self.branches: list[tuple[Sequence, int]] = []
+        self._await_reports()
 
-    def decide(self, candidates: dict[Sequence, Candidates]) -> list[Sequence]:
+    def _await_reports(self) -> None:
+        self.reported: dict[Sequence, Candidates] = {}
+        self.late: list[Sequence] = []
+        self.num_deferrals = 0
+        self.resume_s = -inf
+
+    def decide(self) -> list[Sequence]:
         """Decides on the next beams; returns those without a continuation. Empty `branches`: the search is over."""
+        candidates = self.reported
+        self._await_reports()
         if not self.beams:
             self._hand_over(candidates)
         survivors = self.search.decide([candidates[beam] for beam in self.beams])

@@ -1,0 +1,1 @@
+"""Beam search: which continuations survive, and the beams of a request as sequences."""
