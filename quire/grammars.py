@@ -11,6 +11,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 MAX_GRAMMAR_BYTES = 256 << 10
 """Maximum size of a grammar in llguidance's JSON form."""
 
+COMPILER_STACK_BYTES = 4 << 20
+"""Stack of the process that compiles a grammar first. llguidance recurses: 1,200 rules deep in this stack."""
+
+FOLLOWER_STACK_BYTES = 4 * COMPILER_STACK_BYTES
+"""Stack of the threads that use the grammar afterwards. Running out of it would end the executor, so they have more."""
+
 FEATURE = "grammars"
 """The name of the optional part of the plan stream that carries grammars."""
 

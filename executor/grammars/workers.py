@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from executor.grammars.followed import FollowedGrammar
+from quire.grammars import FOLLOWER_STACK_BYTES
 from quire.unexpected import unexpected
 
 _log = logging.getLogger(__name__)
@@ -229,7 +230,11 @@ class Workers:
             self._num_missing -= 1
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        before = threading.stack_size(FOLLOWER_STACK_BYTES)
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        finally:
+            threading.stack_size(before)
 
     def _run(self) -> None:
         """Computes batches until a state is detached: another thread has its place then."""

@@ -2,7 +2,8 @@
 grammars and schemas, and its neighbour `worker_pipe`.
 
 A client's schema is an untrusted program for the compiler of llguidance. SIGPROF ends this process after `max_s` of
-processor time for one grammar, and it may take `max_memory_bytes` of address space in addition to the vocabulary. A
+processor time for one grammar, and it may take `max_memory_bytes` of address space in addition to the vocabulary. Its
+stack is smaller than that of the executor's threads, which therefore can use every grammar that it has compiled. A
 schema refers to nothing outside itself: llguidance opens no file and no connection.
 
 The messages, which `worker_pipe` reads and writes:
@@ -22,7 +23,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from quire.grammar_options import JSON_OPTIONS
-from quire.grammars import MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
+from quire.grammars import COMPILER_STACK_BYTES, MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
 from quire.json_schemas import by_its_draft
 
 from .worker_pipe import read_message, write_answer
@@ -116,6 +117,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent; this process ends when its input is closed
     # Rust's last words can quote a client's grammar, and this is the scheduler's log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    own = COMPILER_STACK_BYTES if most == resource.RLIM_INFINITY else min(most, COMPILER_STACK_BYTES)
+    resource.setrlimit(resource.RLIMIT_STACK, (own, most))
     settings = read_message()
     if settings is None:
         return

@@ -29,8 +29,10 @@ TIME, MEMORY = "grammar_time", "grammar_memory"
 MIN_SIZE = 4096
 """A small grammar waits for its turn like one of this many characters, because it can take as long."""
 
-_OUT_OF_MEMORY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
-"""Exit statuses of llguidance if it gets no memory, or no room on the stack."""
+_OUT_OF_MEMORY = frozenset({-signal.SIGABRT, -signal.SIGBUS})
+"""Exit statuses of llguidance if it gets no memory."""
+
+_OUT_OF_STACK = -signal.SIGSEGV
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +164,10 @@ class GrammarCompiler:
                 return CompiledGrammar(problem=problem)
             case int() as status if status == -signal.SIGPROF:
                 return CompiledGrammar(problem=f"takes more than {self._limits.max_s:g} s to compile", limit=TIME)
+            case int() as status if status == _OUT_OF_STACK:
+                return CompiledGrammar(problem="refers from rule to rule too deeply to compile", limit=MEMORY)
             case int() as status if status not in _OUT_OF_MEMORY:
                 return None
-        return self._out_of_memory()
-
-    def _out_of_memory(self) -> CompiledGrammar:
         megabytes = self._limits.max_memory_bytes >> 20
         return CompiledGrammar(problem=f"needs more than {megabytes} MiB to compile", limit=MEMORY)
 

@@ -131,16 +131,18 @@ async def test_masks_that_take_long_hold_up_no_other_request(served: Stack) -> N
         + [f'y{i}: x "a" | "b" x | x x' for i in range(ways)]
     )
     slow = Job(OPENINGS[0], {"lark": lark, "temperature": 1.0, "seed": 1, "max_tokens": 6})
+    beams = Job(OPENINGS[1], {"lark": lark, "beam_width": 3, "n": 2, "max_tokens": 5})
     neighbours = mixed_jobs(8)
     async with served.client() as client:
         undisturbed = await outcomes(client, neighbours)
         deferred = await num_deferred(served)
-        together = await outcomes(client, [slow, *neighbours, slow])
-        again = await outcomes(client, [slow])
+        together = await outcomes(client, [slow, beams, *neighbours, slow, beams])
+        again = await outcomes(client, [slow, beams])
     assert await num_deferred(served) > deferred
-    assert differences(together[1:-1], undisturbed) == []
-    assert differences([together[0], together[-1]], again * 2) == []
-    assert re.fullmatch("ab[ab]*!?", again[0].outputs[0].text)
+    assert differences(together[2:-2], undisturbed) == []
+    assert differences(together[:2] + together[-2:], again * 2) == []
+    for output in (*again[0].outputs, *again[1].outputs):
+        assert re.fullmatch("ab[ab]*!?", output.text)
 
 
 async def num_deferred(served: Stack) -> float:

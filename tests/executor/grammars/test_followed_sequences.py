@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -244,3 +245,13 @@ def test_a_row_that_is_not_finite_ends_its_sequence_with_that_reason(lettered, m
     driver.run()
     assert (broken.reason, beside.reason) == (EndReason.NOT_FINITE, EndReason.EOS)
     assert beside.output == run_alone(runner, lettered.prompt(6), **following()).output
+
+
+def test_rules_may_refer_three_times_as_deeply_as_the_scheduler_lets_them(runner, lettered) -> None:
+    """The threads of the executor have four times the stack of the process that compiles grammars first."""
+    depth = 3_600
+    lark = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(depth)), f'r{depth}: "a" "b" "a"'])
+    grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    sequence = run_alone(runner, lettered.prompt(4), grammar=grammar, eos_token_ids=EOS_IDS)
+    assert sequence.reason is EndReason.EOS
+    assert text_of(sequence.output) == "aba"

@@ -71,6 +71,23 @@ async def test_a_grammar_that_takes_too_much_memory_is_refused(make_compiler: Ma
     assert (await compile_text(compiler, "regex", "next")).text
 
 
+async def test_grammars_that_refer_too_deeply_are_refused_before_the_executor_gets_them(
+    make_compiler: MakeCompiler,
+) -> None:
+    """The first has nearly the most that is compiled. The executor could use the next three, see `tests.executor`."""
+    compiler = make_compiler()
+    assert (await compile_text(compiler, "lark", chain(1_100))).text
+    for depth in (1_500, 2_672, 3_600, 8_000):
+        compiled = await compile_text(compiler, "lark", chain(depth))
+        assert compiled == CompiledGrammar(problem="refers from rule to rule too deeply to compile", limit=MEMORY)
+    assert (await compile_text(compiler, "regex", "next")).text
+
+
+def chain(depth: int) -> str:
+    """Returns a grammar in Lark whose rules refer to each other, one after the other."""
+    return "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(depth)), f'r{depth}: "a"'])
+
+
 async def test_a_compilation_survives_a_process_that_is_killed(make_compiler: MakeCompiler) -> None:
     compiler = make_compiler(max_s=0.5)
     assert (await compile_text(compiler, "regex", "first")).text
