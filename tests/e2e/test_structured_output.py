@@ -131,7 +131,7 @@ async def test_masks_that_take_long_hold_up_no_other_request(served: Stack) -> N
         + [f'y{i}: x "a" | "b" x | x x' for i in range(ways)]
     )
     slow = Job(OPENINGS[0], {"lark": lark, "temperature": 1.0, "seed": 1, "max_tokens": 6})
-    beams = Job(OPENINGS[1], {"lark": lark, "beam_width": 3, "n": 2, "max_tokens": 5})
+    beams = Job(OPENINGS[1], {"lark": lark, "beam_width": 3, "n": 2, "max_tokens": 3})
     neighbours = mixed_jobs(8)
     async with served.client() as client:
         undisturbed = await outcomes(client, neighbours)
