@@ -15,6 +15,7 @@ _NUM_CLIENTS = 4
 _NUM_RULES = 60
 _NUM_PROPERTIES = 2000
 _PAUSE_S = 0.01
+_WAYS: tuple[dict[str, Any], ...] = ({"temperature": 1.0}, {"beam_width": 4})
 
 
 async def slow_masks(target: Target) -> None:
@@ -44,11 +45,14 @@ def _large_schema(prefix: str) -> str:
 
 
 async def _send(target: Target, kind: str, grammars: Iterator[str]) -> None:
+    """Sends one after the other from each client, every second one as a beam search."""
+    ways = itertools.cycle(_WAYS)
+
     async def loop(client: AsyncClient) -> None:
         while True:
-            options: dict[str, Any] = {kind: next(grammars)}
+            options: dict[str, Any] = {kind: next(grammars), **next(ways)}
             with contextlib.suppress(QuireError, TimeoutError):
-                async with client.generate([5, 6, 7], max_tokens=12, temperature=1.0, **options) as events:
+                async with client.generate([5, 6, 7], max_tokens=12, **options) as events:
                     async for _ in events:
                         pass
             await asyncio.sleep(_PAUSE_S)
