@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from executor.grammars.followed import Busy, follow
 from executor.plans.plan import EndReason, Fork, StepOutput, StepPlan
-from tests.support.executor.letters import EOS, OTHER_EOS, text_of
+from tests.support.executor.letters import EOS, OTHER_EOS, TEXTS, text_of
 from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints, tuples
 
 if TYPE_CHECKING:
@@ -255,3 +256,11 @@ def test_rules_may_refer_three_times_as_deeply_as_the_scheduler_lets_them(runner
     sequence = run_alone(runner, lettered.prompt(4), grammar=grammar, eos_token_ids=EOS_IDS)
     assert sequence.reason is EndReason.EOS
     assert text_of(sequence.output) == "aba"
+
+
+def test_copies_of_a_grammar_are_followed_one_at_a_time(runner) -> None:
+    started = runner.slots._grammars._grammars.start((following()["grammar"], (EOS,))).result()
+    assert started.run is not None
+    with started.run.compiled.own_turn(), pytest.raises(Busy):
+        follow(started, [TEXTS.index("ab")], is_own=False)
+    assert follow(started, [TEXTS.index("ab")], is_own=False).allows(TEXTS.index("a"))

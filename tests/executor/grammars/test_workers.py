@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher
 
 from executor.grammars import grammar_cache, workers
-from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
+from executor.grammars.followed import Busy, FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.grammar_cache import Grammars, load_grammars
 from executor.grammars.workers import MAX_STUCK, Pending, Workers
 from quire.grammars import grammar_tokenizer
@@ -180,6 +180,27 @@ def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch) -> None:
     spinning.is_released.set()
     assert behind.result() is state
     assert own._num_missing == 0
+
+
+def test_a_state_whose_grammar_another_thread_follows_is_tried_again_and_keeps_no_thread() -> None:
+    """llguidance would wait for it without letting any other thread have the interpreter."""
+    own, turn, state, num_tries = Workers(1, "test", FAILED), threading.Lock(), known(), [0]
+
+    def follow_in_turn() -> FollowedGrammar:
+        num_tries[0] += 1
+        if turn.locked():
+            raise Busy
+        return state
+
+    turn.acquire()
+    busy = own.submit(follow_in_turn)
+    assert own.submit(lambda: state).result() is state, "the only thread goes on with others"
+    until_tried = num_tries[0] + 2
+    while num_tries[0] < until_tried:
+        own.submit(lambda: state).result()
+    assert busy.state_by(time.monotonic()) is None
+    turn.release()
+    assert busy.result() is state
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
