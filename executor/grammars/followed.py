@@ -3,8 +3,7 @@
 A mask has one bit for each token: bit i % 8 of byte i // 8 belongs to token i.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Self
@@ -63,16 +62,6 @@ class _Compiled:
     vocabulary: Vocabulary
     is_spent: bool = False
     turn: Lock = field(default_factory=Lock)
-
-    @contextmanager
-    def own_turn(self) -> Iterator[None]:
-        """Waits for the turn. Raises Busy if that takes longer than MAX_TURN_S."""
-        if not self.turn.acquire(timeout=MAX_TURN_S):
-            raise Busy
-        try:
-            yield
-        finally:
-            self.turn.release()
 
 
 @dataclass(slots=True)
@@ -141,13 +130,18 @@ def follow(before: FollowedGrammar, token_ids: Sequence[int], *, is_own: bool) -
     """
     if before.run is None:
         return before
-    with before.run.compiled.own_turn():
+    turn = before.run.compiled.turn
+    if not (turn.acquire(blocking=False) or turn.acquire(timeout=MAX_TURN_S)):
+        raise Busy
+    try:
         run = before.run if is_own else before.run.copy()
         run.consume(token_ids)
         state = _look(run)
         if not run.matcher.is_error():
             return state
         run.compiled.is_spent = True
+    finally:
+        turn.release()
     return _look(_Run.new(run.compiled.grammar, run.compiled.vocabulary, run.output))
 
 

@@ -261,6 +261,6 @@ def test_rules_may_refer_three_times_as_deeply_as_the_scheduler_lets_them(runner
 def test_copies_of_a_grammar_are_followed_one_at_a_time(runner) -> None:
     started = runner.slots._grammars._grammars.start((following()["grammar"], (EOS,))).result()
     assert started.run is not None
-    with started.run.compiled.own_turn(), pytest.raises(Busy):
+    with started.run.compiled.turn, pytest.raises(Busy):
         follow(started, [TEXTS.index("ab")], is_own=False)
     assert follow(started, [TEXTS.index("ab")], is_own=False).allows(TEXTS.index("a"))
