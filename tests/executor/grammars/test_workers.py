@@ -183,7 +183,7 @@ def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch) -> None:
 
 
 def test_a_state_whose_grammar_another_thread_follows_is_tried_again_and_keeps_no_thread() -> None:
-    """llguidance would wait for it without letting any other thread have the interpreter."""
+    """The library would wait for it without letting any other thread have the interpreter."""
     own, turn, state, num_tries = Workers(1, "test", FAILED), threading.Lock(), known(), [0]
 
     def follow_in_turn() -> FollowedGrammar:
