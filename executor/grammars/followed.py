@@ -5,13 +5,13 @@ A mask has one bit for each token: bit i % 8 of byte i // 8 belongs to token i.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from executor.grammars.turn import Turn
 from quire.grammars import matcher
 
 Mask = NDArray[np.uint8]
@@ -41,27 +41,18 @@ class Vocabulary:
         return cls(tokenizer, _mask(others, vocab_size), _mask(eos_token_ids, vocab_size))
 
 
-MAX_TURN_S = 0.002
-"""The longest time for which a thread waits until another one has followed the same grammar."""
-
-
-class Busy(Exception):
-    """Another thread follows the same grammar. It can be tried again later."""
-
-
 @dataclass(slots=True)
 class _Compiled:
     """A compiled grammar. Copies of a matcher share its lexer, whose limits count the work of all of them.
 
-    turn      held by the thread that follows a copy. The lexer has a lock of its own, and a thread of llguidance that
-              waits for it keeps the interpreter
+    turn      taken by the thread that follows a copy
     is_spent  a limit was exceeded: from then on every copy fails, whatever its own output
     """
 
     grammar: str
     vocabulary: Vocabulary
     is_spent: bool = False
-    turn: Lock = field(default_factory=Lock)
+    turn: Turn = field(default_factory=Turn)
 
 
 @dataclass(slots=True)
@@ -126,13 +117,12 @@ def follow(before: FollowedGrammar, token_ids: Sequence[int], *, is_own: bool) -
     is_own  nothing else uses `before`, whose matcher goes on; otherwise it stays as it is
 
     If the matcher fails, a new one follows the whole output: the failure counts only if it depends on nothing else.
-    Raises Busy.
+    Raises Busy while another thread follows a copy of the grammar.
     """
     if before.run is None:
         return before
     turn = before.run.compiled.turn
-    if not (turn.acquire(blocking=False) or turn.acquire(timeout=MAX_TURN_S)):
-        raise Busy
+    turn.take()
     try:
         run = before.run if is_own else before.run.copy()
         run.consume(token_ids)
@@ -141,7 +131,7 @@ def follow(before: FollowedGrammar, token_ids: Sequence[int], *, is_own: bool) -
             return state
         run.compiled.is_spent = True
     finally:
-        turn.release()
+        turn.give()
     return _look(_Run.new(run.compiled.grammar, run.compiled.vocabulary, run.output))
 
 

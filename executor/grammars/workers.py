@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from executor.grammars.followed import Busy, FollowedGrammar
+from executor.grammars.followed import FollowedGrammar
+from executor.grammars.turn import Busy
 from quire.grammars import FOLLOWER_STACK_BYTES
 from quire.unexpected import unexpected
 
@@ -107,23 +108,26 @@ class Pending:
                 break
         return self._state
 
-    def run(self) -> bool:
+    def run(self) -> None:
         """Computes the state, once, unless the wait for it is given up before. Called by a worker.
 
-        Returns False if another thread follows the same grammar: it has to be tried again.
+        If another thread follows the same grammar, a worker tries it again after that.
         """
         work, self._work = self._work, None  # it holds the state before, which is not needed any longer
         try:
             state = self._workers.failed if work is None else work()
-        except Busy:
+        except Busy as busy:
             self._work = work
-            return False
+            busy.turn.when_given(self._try_again)
+            return
         except BaseException:  # noqa: BLE001  # a panic of the library is none of Python's exceptions
             _log.exception("a grammar could not be followed")
             unexpected("grammar")
             state = self._workers.failed
         self.settle(state)
-        return True
+
+    def _try_again(self) -> None:
+        self._workers.begin((self,))
 
     def settle(self, state: FollowedGrammar) -> bool:
         """Sets the state. Returns False if it has one."""
@@ -266,8 +270,7 @@ class Workers:
                 batch.began_s = _own_cpu_s()
                 current = batch.current = batch.left.popleft()
                 self._running[thread] = batch
-            if not current.run():
-                self._batches.put(_Batch(deque((current,))))
+            current.run()
 
 
 def refused(vocab_size: int) -> Pending:

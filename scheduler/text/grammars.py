@@ -33,6 +33,7 @@ _OUT_OF_MEMORY = frozenset({-signal.SIGABRT, -signal.SIGBUS})
 """Exit statuses of llguidance if it gets no memory."""
 
 _OUT_OF_STACK = -signal.SIGSEGV
+"""Exit status of llguidance if its stack has no room, see `grammar_worker`."""
 
 
 @dataclass(frozen=True, slots=True)

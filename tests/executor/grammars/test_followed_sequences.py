@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from executor.grammars.followed import Busy, follow
+from executor.grammars.followed import follow
+from executor.grammars.turn import Busy
 from executor.plans.plan import EndReason, Fork, StepOutput, StepPlan
 from tests.support.executor.letters import EOS, OTHER_EOS, TEXTS, text_of
 from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints, tuples
@@ -261,6 +262,8 @@ def test_rules_may_refer_three_times_as_deeply_as_the_scheduler_lets_them(runner
 def test_copies_of_a_grammar_are_followed_one_at_a_time(runner) -> None:
     started = runner.slots._grammars._grammars.start((following()["grammar"], (EOS,))).result()
     assert started.run is not None
-    with started.run.compiled.turn, pytest.raises(Busy):
+    started.run.compiled.turn.take()
+    with pytest.raises(Busy):
         follow(started, [TEXTS.index("ab")], is_own=False)
+    started.run.compiled.turn.give()
     assert follow(started, [TEXTS.index("ab")], is_own=False).allows(TEXTS.index("a"))

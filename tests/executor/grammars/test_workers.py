@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 from llguidance import LLMatcher
 
 from executor.grammars import grammar_cache, workers
-from executor.grammars.followed import Busy, FollowedGrammar, Vocabulary, begin, follow
+from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.grammar_cache import Grammars, load_grammars
+from executor.grammars.turn import Turn
 from executor.grammars.workers import MAX_STUCK, Pending, Workers
 from quire.grammars import grammar_tokenizer
 from tests.support.executor.letters import EOS, VOCAB_SIZE, tokenizer_json
@@ -157,7 +159,7 @@ def test_a_detached_state_is_given_up_at_the_limit(monkeypatch) -> None:
 
 
 def test_late_states_of_others_refuse_nothing_that_cannot_be_late() -> None:
-    """A beam waits for its mask while all threads compute masks that are late, but not given up."""
+    """A wait without a limit ends with the state, while all threads compute late ones that are not given up."""
     own, spinning, state = Workers(1, "test", FAILED), Spinning(), known()
     late = [own.submit(spinning) for _ in range(MAX_STUCK + 1)]
     assert all(each.state_by(time.monotonic() + 0.1) is None for each in late)
@@ -182,25 +184,42 @@ def test_a_thread_that_cannot_be_started_is_started_later(monkeypatch) -> None:
     assert own._num_missing == 0
 
 
-def test_a_state_whose_grammar_another_thread_follows_is_tried_again_and_keeps_no_thread() -> None:
-    """The library would wait for it without letting any other thread have the interpreter."""
-    own, turn, state, num_tries = Workers(1, "test", FAILED), threading.Lock(), known(), [0]
+def test_states_of_a_grammar_that_another_thread_follows_keep_no_thread_and_are_computed_in_order() -> None:
+    """A thread that waited inside llguidance would let no other thread have the interpreter."""
+    own, turn, state, order = Workers(1, "test", FAILED), Turn(), known(), list[int]()
 
-    def follow_in_turn() -> FollowedGrammar:
-        num_tries[0] += 1
-        if turn.locked():
-            raise Busy
+    def follow_in_turn(number: int) -> FollowedGrammar:
+        turn.take()
+        order.append(number)
+        turn.give()
         return state
 
-    turn.acquire()
-    busy = own.submit(follow_in_turn)
+    turn.take()
+    busy = [own.submit(partial(follow_in_turn, number)) for number in range(5)]
     assert own.submit(lambda: state).result() is state, "the only thread goes on with others"
-    until_tried = num_tries[0] + 2
-    while num_tries[0] < until_tried:
-        own.submit(lambda: state).result()
-    assert busy.state_by(time.monotonic()) is None
-    turn.release()
-    assert busy.result() is state
+    assert all(each.state_by(time.monotonic()) is None for each in busy)
+    assert order == []
+    turn.give()
+    assert [each.result() for each in busy] == [state] * 5
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_no_state_is_forgotten_while_threads_take_turns() -> None:
+    own, turn, state, num_inside, num_most = Workers(4, "test", FAILED), Turn(), known(), [0], [0]
+
+    def follow_in_turn() -> FollowedGrammar:
+        turn.take()
+        num_inside[0] += 1
+        num_most[0] = max(num_most[0], num_inside[0])
+        time.sleep(0)
+        num_inside[0] -= 1
+        turn.give()
+        return state
+
+    for _ in range(200):
+        busy = [own.submit(follow_in_turn) for _ in range(8)]
+        assert all(each.result() is state for each in busy)
+    assert num_most[0] == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
