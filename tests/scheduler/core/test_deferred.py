@@ -134,6 +134,22 @@ def test_late_beams_stay_in_their_slots_and_others_are_not_computed_again(num_be
     assert harness.scheduler.state.counters.num_preemptions == 0
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+def test_a_block_whose_last_token_is_late_is_not_published_yet(num_before: int) -> None:
+    harness = build_harness(make_request(1, "abcd", max_tokens=6, beam=BeamParams(2, 2)), block_size=2)
+    for _ in range(num_before):
+        harness.schedule()
+        harness.commit()
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    state = harness.scheduler.state
+    (late,) = [beam for group in state.batch.paused for beam in group.late]
+    assert late.num_computed_tokens == late.num_planned_tokens - 1
+    assert late.block_table[-1] not in state.cache.index
+    harness.run()
+
+
 def test_the_pause_of_beams_doubles_and_others_run_meanwhile() -> None:
     harness = build_harness(make_request(1, max_tokens=4, beam=BeamParams(2, 2)))
     harness.schedule()
