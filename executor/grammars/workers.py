@@ -54,7 +54,7 @@ Work = Callable[[], FollowedGrammar]
 class Pending:
     """A state that a worker computes. Any thread may wait for it."""
 
-    __slots__ = ("_done", "_lock", "_origin", "_state", "_was_refused", "_work", "_workers")
+    __slots__ = ("_done", "_lock", "_origin", "_state", "_work", "_workers")
 
     def __init__(self, workers: "Workers", work: Work, origin: "Pending | None" = None) -> None:
         """Waits for nothing yet. If the wait is given up later, `origin`, the start of the grammar, fails too."""
@@ -62,7 +62,6 @@ class Pending:
         self._work: Work | None = work
         self._origin = origin
         self._state: FollowedGrammar | None = None
-        self._was_refused = False
         self._lock = threading.Lock()
         self._done = threading.Lock()  # held until there is a state; an Event would take a third of the time of a state
         self._done.acquire()
@@ -78,21 +77,19 @@ class Pending:
 
     @property
     def is_spent(self) -> bool:
-        """True if it has a state of no further use: its copies fail, or it was refused."""
-        return self._was_refused or (self._state is not None and self._state.is_spent)
+        """True if its copies fail."""
+        return self._state is not None and self._state.is_spent
 
     def result(self) -> FollowedGrammar:
-        """Waits for the state, within the limit. It never raises: a grammar that cannot be followed is a state too.
+        """Waits for the state, within the limit once a thread has begun it. For states that are known or under way.
 
-        A state that was not begun is refused while all threads compute states that were given up.
+        It never raises: a grammar that cannot be followed is a state too.
         """
         while self._state is None:
             if self._done.acquire(timeout=_POLL_S):
                 self._done.release()
                 continue
             self._workers.give_up_late_ones()
-            if self._workers.is_overloaded and self._work is not None:
-                self._was_refused = self.settle(self._workers.failed)
         return self._state
 
     def state_by(self, deadline_s: float) -> FollowedGrammar | None:
@@ -152,14 +149,12 @@ class _Batch:
 
     began_s      CPU time of the thread when it began the `current` one
     is_detached  the current one is late: the thread ends after it, and `left` belongs to another thread
-    is_given_up  the current one has failed already
     """
 
     left: deque[Pending]
     current: Pending | None = None
     began_s: float = 0.0
     is_detached: bool = False
-    is_given_up: bool = False
 
 
 class Workers:
@@ -174,17 +169,10 @@ class Workers:
         self._batches: queue.SimpleQueue[_Batch] = queue.SimpleQueue()
         self._running: dict[threading.Thread, _Batch] = {}
         self._num_stuck = 0
-        self._num_given_up = 0
-        self._num_threads = num_threads
         self._num_missing = 0  # threads to start when detached ones have ended
         self._lock = threading.Lock()
         for _ in range(num_threads):
             self._start_thread()
-
-    @property
-    def is_overloaded(self) -> bool:
-        """True while every thread that there may be computes a state that was given up."""
-        return self._num_missing >= self._num_threads and self._num_given_up == self._num_stuck
 
     def submit(self, work: Work, origin: Pending | None = None) -> Pending:
         """Returns a state that a thread computes."""
@@ -216,8 +204,6 @@ class Workers:
                 _log.warning("following a grammar took more than %g s of CPU time: it is given up", self._limit_s)
                 if not batch.is_detached:
                     self._detach(thread, batch)
-                batch.is_given_up = True
-                self._num_given_up += 1
                 _set_priority(thread, _GIVEN_UP)
 
     def _detach(self, thread: threading.Thread, batch: _Batch) -> None:
@@ -260,7 +246,6 @@ class Workers:
                 if batch.is_detached:
                     del self._running[thread]
                     self._num_stuck -= 1
-                    self._num_given_up -= batch.is_given_up
                     if self._num_missing:
                         self._replace()
                     return False

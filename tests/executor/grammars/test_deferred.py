@@ -11,9 +11,8 @@ from llguidance import LLMatcher
 
 from executor.grammars import grammar_cache, slot_grammar
 from executor.grammars.followed import FollowedGrammar, follow
-from executor.grammars.workers import Pending
 from executor.plans.plan import EndReason, Fork
-from tests.support.executor.letters import EOS, VOCAB_SIZE
+from tests.support.executor.letters import EOS
 from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints
 
 if TYPE_CHECKING:
@@ -200,7 +199,8 @@ def test_deferred_states_are_kept_within_a_bound(monkeypatch, runner, lettered) 
         grammars.keep_deferred(key, (token,), pending)
     assert [grammars.deferred(key, (token,)) for token in range(2)] == [None, pending]
     assert grammars._num_deferred_characters == 0
-    refused = Pending(grammars._compiling, lambda: FollowedGrammar.failed(VOCAB_SIZE))
-    refused._was_refused = True
-    grammars.keep_deferred(key, (), refused)
-    assert grammars.deferred(key, ()) is None, "the grammar is begun anew"
+    run = pending.result().run
+    assert run is not None
+    run.compiled.is_spent = True
+    grammars.keep_deferred(key, (), pending)
+    assert grammars.deferred(key, ()) is None, "its copies would fail, and the grammar is begun anew"
