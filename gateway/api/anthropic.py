@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.api.anthropic_answer import MessageChunks, MessageCollector
-from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
 from gateway.api.messages import CACHE_CONTROL, add_plain_tool, each_message
@@ -69,13 +68,9 @@ def parse_message(body: object) -> ParsedRequest:
     fields.raise_problems()
 
     def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
-        if head.tools is not None:
-            return CallMessageChunks(head, stop, head.tools)
         return MessageChunks(head, stop)
 
     def collector(head: Head, _: Sequence[EchoedPrompt]) -> Collector:
-        if head.tools is not None:
-            return CallMessageCollector(head, stop, head.tools)
         return MessageCollector(head, stop)
 
     return ParsedRequest(model, [request], names, "msg_", is_streamed, chunks, collector, tools=tools)

@@ -20,23 +20,42 @@ DONE = "data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)  # json.dumps would make one for each call
 
 
-class ChatChunks:
-    """The events of one stream."""
+class OpenAiChunks:
+    """The form of a stream of OpenAI's completions: `_start`, one choice as JSON, and `_tail()` are a chunk.
 
-    def __init__(self, head: Head, options: StreamOptions, *, has_logprobs: bool) -> None:
-        self._options = options
-        self._has_logprobs = has_logprobs
-        self._usage = UsageCounter()
-        self._begun: set[int] = set()
-        chunk = {
-            "id": head.id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-        }
+    kind  the field `object` of the chunks
+    """
+
+    def __init__(self, head: Head, kind: str, options: StreamOptions, usage: UsageCounter) -> None:
+        self._stream = options
+        self._usage = usage
+        chunk = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
         self._start = "data: " + to_json(chunk)[:-1] + ',"choices":['
         # With `include_usage`, all chunks have the field; it is null until the last one.
         self._end = '],"usage":null}\n\n' if options.has_usage else "]}\n\n"
+
+    def end(self) -> str:
+        if not self._stream.has_usage:
+            return DONE
+        return f"{self._start}{self._usage_end()}{DONE}"
+
+    def failure(self, error: ApiError) -> str:
+        return f"data: {to_json(error.body)}\n\n"
+
+    def _tail(self) -> str:
+        return self._usage_end() if self._stream.has_usage_always else self._end
+
+    def _usage_end(self) -> str:
+        return f'],"usage":{to_json(self._usage.as_json())}}}\n\n'
+
+
+class ChatChunks(OpenAiChunks):
+    """The events of one stream."""
+
+    def __init__(self, head: Head, options: StreamOptions, *, has_logprobs: bool) -> None:
+        super().__init__(head, "chat.completion.chunk", options, UsageCounter())
+        self._has_logprobs = has_logprobs
+        self._begun: set[int] = set()
 
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
         if message.HasField("delta"):
@@ -62,14 +81,6 @@ class ChatChunks:
             return self._begin(0)
         return ""
 
-    def end(self) -> str:
-        if not self._options.has_usage:
-            return DONE
-        return f'{self._start}],"usage":{to_json(self._usage.as_json())}}}\n\n{DONE}'
-
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
-
     def _begun_choice(self, index: int) -> str:
         """Returns the first chunk of a choice that has none."""
         return "" if index in self._begun else self._begin(index)
@@ -82,11 +93,6 @@ class ChatChunks:
     def _chunk(self, index: int, delta: dict[str, Any], reason: str | None) -> str:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return f"{self._start}{to_json(choice)}{self._tail()}"
-
-    def _tail(self) -> str:
-        if not self._options.has_usage_always:
-            return self._end
-        return f'],"usage":{to_json(self._usage.as_json())}}}\n\n'
 
 
 @dataclass(slots=True)
@@ -152,11 +158,6 @@ class ChatCollector:
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._has_logprobs else None,
             "finish_reason": choice.reason,
         }
-
-
-def error_event(error: ApiError) -> str:
-    """Returns the event that ends a stream of OpenAI's completions with an error."""
-    return f"data: {to_json(error.body)}\n\n"
 
 
 def to_json(value: object) -> str:

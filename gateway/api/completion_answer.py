@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import TYPE_CHECKING, Any
 
-from gateway.api.chat_answer import DONE, error_event, to_json
+from gateway.api.chat_answer import OpenAiChunks, to_json
 from gateway.api.logprobs import LegacyLogprobs, prompt_logprobs
 from gateway.api.usage import FINISH_REASONS, UsageCounter
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gateway.api.endpoint import EchoedPrompt, Head
-    from gateway.api.errors import ApiError
     from gateway.api.sampling import StreamOptions
     from quire.v1 import generation_pb2 as pb
 
@@ -64,7 +63,7 @@ class _Answer:
         self._head = head
         self._options = options
         self._prompts = prompts
-        self._usage = UsageCounter()
+        self.usage = UsageCounter()
         self._choices: dict[tuple[int, int], _Choice] = {}
         self._prompt_logprobs: dict[int, list[pb.TokenLogprobs]] = {}
 
@@ -81,7 +80,7 @@ class _Answer:
                     choice.logprobs.add_prompt(echoed.text, echoed.first_token, found)
         return choice
 
-    def _take(self, prompt: int, message: pb.GenerateResponse) -> _Choice | None:
+    def take(self, prompt: int, message: pb.GenerateResponse) -> _Choice | None:
         """Adds a message; returns the choice that it is about, if any."""
         match message.WhichOneof("event"):
             case "delta":
@@ -90,7 +89,7 @@ class _Answer:
                 if self._options.has_text:
                     choice.texts.append(delta.text)
                     choice.num_tokens += len(delta.token_ids)
-                    self._usage.generated(len(delta.token_ids))
+                    self.usage.generated(len(delta.token_ids))
                     if self._options.num_returned is not None:
                         choice.sum_logprobs += sum(each.chosen.logprob for each in delta.logprobs)
                     if self._options.has_logprobs:
@@ -103,23 +102,22 @@ class _Answer:
                 )
                 return choice
             case "started":
-                self._usage.started(message.started)
+                self.usage.started(message.started)
             case "prompt_logprobs":
                 self._prompt_logprobs.setdefault(prompt, []).extend(message.prompt_logprobs.tokens)
         return None
 
 
-class CompletionChunks(_Answer):
+class CompletionChunks(OpenAiChunks):
     """The events of one stream."""
 
     def __init__(self, head: Head, options: CompletionOptions, prompts: Sequence[EchoedPrompt]) -> None:
-        super().__init__(head, options, prompts)
-        chunk = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
-        self._start = "data: " + to_json(chunk)[:-1] + ',"choices":['
-        self._end = '],"usage":null}\n\n' if options.stream.has_usage else "]}\n\n"
+        self._answer = _Answer(head, options, prompts)
+        self._options = options
+        super().__init__(head, "text_completion", options.stream, self._answer.usage)
 
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
-        choice = self._take(prompt, message)
+        choice = self._answer.take(prompt, message)
         if choice is None:
             return ""
         is_end = message.HasField("finished")
@@ -135,25 +133,12 @@ class CompletionChunks(_Answer):
             f'"finish_reason":{reason}}}{self._tail()}'
         )
 
-    def end(self) -> str:
-        if not self._options.stream.has_usage:
-            return DONE
-        return f'{self._start}],"usage":{to_json(self._usage.as_json())}}}\n\n{DONE}'
-
-    def failure(self, error: ApiError) -> str:
-        return error_event(error)
-
-    def _tail(self) -> str:
-        if not self._options.stream.has_usage_always:
-            return self._end
-        return f'],"usage":{to_json(self._usage.as_json())}}}\n\n'
-
 
 class CompletionCollector(_Answer):
     """The response in one piece."""
 
     def add(self, prompt: int, message: pb.GenerateResponse) -> None:
-        self._take(prompt, message)
+        self.take(prompt, message)
 
     def body(self) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -169,7 +154,7 @@ class CompletionCollector(_Answer):
             "created": self._head.created,
             "model": self._head.model,
             "choices": choices,
-            "usage": self._usage.as_json(),
+            "usage": self.usage.as_json(),
         }
 
     def _as_json(self, index: int, prompt: int, choice: _Choice) -> dict[str, Any]:

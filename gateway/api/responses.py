@@ -8,7 +8,6 @@ from gateway.api.fields import MAX_SHOWN, Fields, shown
 from gateway.api.json_values import is_writable
 from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool, is_json_object
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
-from gateway.api.responses_calls import CallResponseChunks, CallResponseCollector
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
 from gateway.api.tool_calls import GRAMMAR_NAMES
@@ -101,13 +100,9 @@ def parse_response(body: object) -> ParsedRequest:
     fields.raise_problems()
 
     def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
-        if head.tools is not None:
-            return CallResponseChunks(head, settings, head.tools)
         return ResponseChunks(head, settings)
 
     def collector(head: Head, _: Sequence[EchoedPrompt]) -> Collector:
-        if head.tools is not None:
-            return CallResponseCollector(head, settings, head.tools)
         return ResponseCollector(head, settings)
 
     return ParsedRequest(model, [request], names, "resp_", is_streamed, chunks, collector, tools=tools)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from gateway.tools.events import CallStarted, Event, Markup, Reasoning
+from gateway.tools.events import CallStarted, Content, Event, Markup, Reasoning
 from gateway.tools.formats import ToolFormat
 from gateway.tools.reader import Reader
 from gateway.tools.thoughts import ThoughtReader, ThoughtTags
@@ -98,3 +98,16 @@ class ChoiceReader:
                 self.num_reasoning_tokens += self._num_held_tokens
             self._num_held_tokens = 0
         return events if self._has_markup else shown
+
+
+class PlainText:
+    """Reads one choice whose text has no structure."""
+
+    has_calls = False
+    num_reasoning_tokens = 0
+
+    def feed(self, text: str, num_tokens: int) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def end(self) -> list[Event]:
+        return []

@@ -16,8 +16,9 @@ from gateway.api.endpoint import Chunks, EchoedPrompt, Head, ParsedRequest
 from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.http.model_tools import prepare
 from gateway.http.reader import Reader
+from gateway.schedulers.open_requests import OpenRequests
 from gateway.schedulers.stream import Caller, GenerationStream
-from quire.errors import InternalError, QuireError
+from quire.errors import InternalError, QueueFullError, QuireError, UnavailableError
 from quire.v1 import tokenization_pb2
 
 if TYPE_CHECKING:
@@ -62,25 +63,7 @@ class GenerationHandler:
         self._bodies = bodies
         self._metrics = metrics
         self._readers = readers
-        self._max_open = max_open
-        self._num_open = 0
-        self._is_draining = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuses new requests, and waits until the open ones have ended. Returns False if they have not in time."""
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._is_idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
+        self.requests = OpenRequests(max_open)
 
     async def serve(self, request: web.Request, parse: Callable[[object], ParsedRequest]) -> web.StreamResponse:
         """Answers one request. Raises ApiError if it fails before the answer has begun."""
@@ -199,24 +182,16 @@ class GenerationHandler:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Counts a request while it is open. Raises ApiError if it cannot be served now."""
-        if self._is_draining:
-            raise unavailable("the gateway is ending")
-        if self._num_open >= self._max_open:
-            message = f"{self._max_open} requests are open"
-            raise ApiError(message, status=429, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=1)
-        self._num_open += 1
-        self._is_idle.clear()
-        self._metrics.open_requests.inc()
         try:
-            yield
+            with self.requests.counted(), self._metrics.open_requests.track_inprogress():
+                yield
+        except UnavailableError as error:
+            raise unavailable(error.message) from None
+        except QueueFullError as error:
+            raise from_quire_error(error, {}) from None
         except asyncio.CancelledError:
             self._metrics.disconnects.inc()
             raise
-        finally:
-            self._metrics.open_requests.dec()
-            self._num_open -= 1
-            if not self._num_open:
-                self._is_idle.set()
 
 
 class _ChunkWriter:

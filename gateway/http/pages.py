@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gateway.http.bodies import RequestBodies
-    from gateway.http.generation import GenerationHandler
     from gateway.http.metrics import GatewayMetrics
     from gateway.http.served_models import ServedModels
+    from gateway.schedulers.open_requests import OpenRequests
     from gateway.schedulers.schedulers import Schedulers
 
 _MAX_KNOWN = 64
@@ -38,13 +38,13 @@ class Pages:
         models: ServedModels,
         bodies: RequestBodies,
         metrics: GatewayMetrics,
-        generation: GenerationHandler,
+        requests: OpenRequests,
     ) -> None:
         self._schedulers = schedulers
         self._models = models
         self._bodies = bodies
         self._metrics = metrics
-        self._generation = generation
+        self._requests = requests
         self._known: dict[bytes, None] = {}  # digests of credentials, the oldest first
 
     async def list_models(self, request: web.Request) -> web.Response:
@@ -84,7 +84,7 @@ class Pages:
 
     async def show_health(self, request: web.Request) -> web.Response:
         """Answers 200 if a request would be served now. Needs no identity."""
-        if self._generation.is_draining:
+        if self._requests.is_draining:
             return web.Response(status=503, text="draining\n")
         is_ready = self._schedulers.is_ready
         return web.Response(status=200 if is_ready else 503, text="ok\n" if is_ready else "no scheduler is ready\n")

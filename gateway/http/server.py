@@ -69,7 +69,7 @@ class GatewayServer:
         self.generation = GenerationHandler(
             schedulers, models, tools, bodies, self.metrics, self._readers, config.max_requests
         )
-        self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation)
+        self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation.requests)
         self._silent: dict[asyncio.Protocol, float] = {}  # new connections without a request, and when they began
         self._unread_bodies = UnreadBodies()
         self._listening: asyncio.Server | None = None
@@ -126,7 +126,7 @@ class GatewayServer:
 
         It listens until the end, so that /healthz can be asked meanwhile.
         """
-        has_drained = await self.generation.drain(drain_timeout_s)
+        has_drained = await self.generation.requests.drain(drain_timeout_s)
         if self._listening is not None:
             self._listening.close()
         self._readers.stop()

@@ -43,8 +43,6 @@ class Prompts:
         self._tokenizer = tokenizer
         self._chat = chat
         self._limits = RequestLimits(template_arguments=template_arguments)
-        self.num_unread = 0
-        """Prompts that could not be read."""
 
     @classmethod
     def load(cls, model: str, revision: str | None, template_arguments: Set[str]) -> Prompts:
@@ -81,7 +79,6 @@ class Prompts:
             log.exception("a prompt could not be read because of a bug")
             token_ids = []
         if not token_ids:
-            self.num_unread += 1
             return beginning
         # As for the core: a request for the log-probabilities of its prompt computes all of it.
         reads_cache = not request.output.HasField("prompt_logprobs")

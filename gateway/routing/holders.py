@@ -49,11 +49,3 @@ class HolderIndex:
             found = left
             num_blocks += 1
         return found, num_blocks
-
-    def num_held(self, digests: Sequence[int], bit: int) -> int:
-        """Returns the number of blocks of the longest prefix that one replica holds."""
-        get = self._holders.get
-        for i, digest in enumerate(digests):
-            if not get(digest, 0) & bit:
-                return i
-        return len(digests)

@@ -79,7 +79,7 @@ class PrefixView:
 
     def num_cached(self, digests: Sequence[int]) -> int:
         """Returns the number of blocks of the longest prefix that the replica holds or will hold."""
-        return self._index.num_held(digests, self._bit)
+        return self._index.longest(digests, self._bit)[1]
 
     def num_held(self, digests: Sequence[int]) -> int:
         """Returns the number of blocks of the longest prefix that the replica has published."""

@@ -67,12 +67,7 @@ class RpcServer:
         if self._following is not None:
             self._following.cancel()
         self._health.close()
-        has_drained = True
-        try:
-            async with asyncio.timeout(drain_timeout_s):
-                await self._generation.drain()
-        except TimeoutError:
-            has_drained = False
+        has_drained = await self._generation.requests.drain(drain_timeout_s)
         self._resets.close()
         await self._server.stop(1.0 if has_drained else 0.0)
         return has_drained

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
 
 from gateway.rpc.calls import calling
 from gateway.rpc.status import abort
-from quire.errors import InternalError, LimitExceededError, QueueFullError, QuireError, UnavailableError
+from gateway.schedulers.open_requests import OpenRequests
+from quire.errors import InternalError, LimitExceededError, QuireError
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import tokenization_pb2 as tokens_pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from quire.v1.tokenization_pb2_grpc import TokenizationServicer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from typing import Any, TypeVar
 
     from gateway.schedulers.schedulers import Schedulers
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-RETRY_AFTER_S = 1.0
 
 
 class GenerationForwarder(GenerationServicer):
@@ -41,21 +39,12 @@ class GenerationForwarder(GenerationServicer):
 
     def __init__(self, schedulers: Schedulers, max_open: int, reader_timeout_s: float) -> None:
         self._schedulers = schedulers
-        self._max_open = max_open
+        self.requests = OpenRequests(max_open)
         self._reader_timeout_s = reader_timeout_s
-        self._num_open = 0
-        self._is_draining = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    async def drain(self) -> None:
-        """Refuses new requests, and returns when the open ones have ended."""
-        self._is_draining = True
-        await self._is_idle.wait()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         async def forward(caller: Caller) -> None:
-            with self._counted():
+            with self.requests.counted():
                 stream = await self._schedulers.open(request, caller)
                 try:
                     while (messages := await stream.next()) is not None:
@@ -94,21 +83,6 @@ class GenerationForwarder(GenerationServicer):
                 await context.write(message)
         except TimeoutError:
             raise LimitExceededError(f"the client has read nothing for {self._reader_timeout_s:g} s") from None
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        if self._is_draining:
-            raise UnavailableError("the gateway is draining")
-        if self._num_open >= self._max_open:
-            raise QueueFullError(f"the gateway has {self._max_open} open requests", RETRY_AFTER_S)
-        self._num_open += 1
-        self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self._num_open -= 1
-            if not self._num_open:
-                self._is_idle.set()
 
 
 class TokenizationForwarder(TokenizationServicer):

@@ -64,17 +64,18 @@ class Scheduler:
         self.address = connection.address
         self._channel = connection.channel(grpc.aio)
         key = connection.api_key
-        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        metadata = () if key is None else (("authorization", f"Bearer {key}"),)
         generation = GenerationStub(self._channel)
         self._tokenization = TokenizationStub(self._channel)
         self._get_info: Any = generation.GetServerInfo
         self._health = health_pb2_grpc.HealthStub(self._channel)
         replica = ReplicaStub(self._channel)
         self._identify: Any = replica.Identify
-        arguments = {"metadata": self._metadata}
+        arguments: dict[str, Any] = {"metadata": metadata}
+        self._poll_arguments = arguments | {"timeout": POLL_TIMEOUT_S}
         state = replicas.add(self.address)
         self.watch = ReplicaWatch(state, replica.Watch, arguments, replicas, self._heard_load)
-        self.call = SharedCall(generation.GenerateMany, (*self._metadata, (ROUTER, router_id)), self._broke)
+        self.call = SharedCall(generation.GenerateMany, (*metadata, (ROUTER, router_id)), self._broke)
         self.info: pb.GetServerInfoResponse | None = None
         self.is_ready = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -120,7 +121,7 @@ class Scheduler:
         """Asks for the tenant of a client. Raises QuireError, also if this gateway's key does not allow the call."""
         request = replica_pb2.IdentifyRequest(authorization=authorization)
         try:
-            answer = await self._identify(request, **self._arguments(POLL_TIMEOUT_S))
+            answer = await self._identify(request, **self._poll_arguments)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         weight = answer.weight if 0 < answer.weight < inf else 1.0
@@ -134,7 +135,7 @@ class Scheduler:
         """Asks for the state. A scheduler that does not answer is not ready."""
         try:
             try:
-                self._heard(await self._get_info(pb.GetServerInfoRequest(), **self._arguments(POLL_TIMEOUT_S)))
+                self._heard(await self._get_info(pb.GetServerInfoRequest(), **self._poll_arguments))
             except grpc.RpcError as error:
                 if not isinstance(from_rpc_error(error), UnauthenticatedError | PermissionDeniedError):
                     raise
@@ -143,9 +144,6 @@ class Scheduler:
                 self._set_ready(health.status == health_pb2.HealthCheckResponse.SERVING, "")
         except grpc.RpcError as error:
             self._set_ready(False, from_rpc_error(error).message)
-
-    def _arguments(self, timeout_s: float) -> dict[str, Any]:
-        return {"timeout": timeout_s, "metadata": self._metadata}
 
     async def _unary(self, method: Any, request: Any, authorization: str | None) -> Any:
         # Without the header, the call would be this gateway's own; an empty one says that the client has none.

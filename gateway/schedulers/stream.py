@@ -19,7 +19,8 @@ from quire.tries import ServerContact, Tries
 from quire.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from gateway.schedulers.shared_call import Receiver
+    from gateway.schedulers.route import Route
+    from gateway.schedulers.scheduler import Scheduler
 
 MAX_UNREAD = 32
 """The scheduler is asked to pause a stream when this many of its messages wait for a slow reader."""
@@ -48,51 +49,6 @@ class Caller:
         return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
 
-class Line(Protocol):
-    """A place at which one stream can be opened: the call to one scheduler."""
-
-    def open(self, opening: pb.OpenStream, receiver: Receiver) -> int: ...
-    def pause(self, stream_id: int) -> None: ...
-    def proceed(self, stream_id: int) -> None: ...
-    def cancel(self, stream_id: int) -> None: ...
-
-
-class Place(Protocol):
-    """A scheduler, with its call."""
-
-    @property
-    def call(self) -> Line: ...
-
-
-class Way(Protocol):
-    """Chooses the schedulers of one request."""
-
-    def first(self) -> Place:
-        """Returns the scheduler for a try, the first one or one after a pause."""
-
-    def next(self, *, has_moved: bool = False) -> Place | None:
-        """Returns another scheduler after a refusal or a move; None if there is none that is ready."""
-
-    def not_sent(self) -> None:
-        """Called if the request cannot be sent to the last scheduler."""
-
-    def left(self, *, frees_room: bool = False) -> None:
-        """Called when the stream at the last scheduler has ended. `frees_room`: another one may have its place."""
-
-    @property
-    def can_wait(self) -> bool:
-        """True if the request may wait while all schedulers are full."""
-
-    async def wait(self, refusal: QueueFullError | None = None) -> None:
-        """Waits until the request is to be tried again. Raises QueueFullError and DeadlineExceededError."""
-
-    async def pause(self, most_s: float) -> None:
-        """Waits before the next try of a stream that has begun: until there may be room, and `most_s` at most."""
-
-    def received(self, num_tokens: int) -> None:
-        """Called for each message, with the number of tokens that it brings."""
-
-
 class Taker(Protocol):
     """Takes messages as they arrive. Both members are used on the event loop."""
 
@@ -107,8 +63,8 @@ class Taker(Protocol):
 class GenerationStream:
     """Sends the request at once. `next` returns the messages; `close` cancels the request unless it has ended."""
 
-    def __init__(self, way: Way, request: pb.GenerateRequest, caller: Caller, contact: ServerContact) -> None:
-        self._way = way
+    def __init__(self, route: Route, request: pb.GenerateRequest, caller: Caller, contact: ServerContact) -> None:
+        self._route = route
         self._request = request
         self._caller = caller
         self._tries = Tries(request, {"timeout": caller.timeout_s(), "wait_for_ready": False}, contact)
@@ -122,7 +78,7 @@ class GenerationStream:
         self._has_begun = False  # a message has arrived
         self._has_place = False  # a message of this try has arrived
         self._refusals: list[QuireError] = []  # since the last pause
-        self._begin(way.first())
+        self._begin(route.first())
 
     async def next(self) -> list[pb.GenerateResponse] | None:
         """Returns the messages that have arrived, at least one; None after the last one. Raises a QuireError."""
@@ -133,7 +89,7 @@ class GenerationStream:
                 unread, self._unread = self._unread, []
                 if self._is_paused:
                     self._is_paused = False
-                    self._line.proceed(self._stream_id)
+                    self._call.proceed(self._stream_id)
                 accept = self._tries.accept
                 if news := [message for message in unread if accept(message)]:
                     return news
@@ -145,19 +101,19 @@ class GenerationStream:
             elif isinstance(self._error, StreamMoved):
                 self._tries.moved(self._error)
                 self._refusals.clear()
-                self._begin(self._way.next(has_moved=True) or self._way.first())
-            elif (place := self._other_place(self._error)) is not None:
-                self._begin(place)
+                self._begin(self._route.next(has_moved=True) or self._route.first())
+            elif (scheduler := self._other_scheduler(self._error)) is not None:
+                self._begin(scheduler)
             elif isinstance(full := self._final_error(self._error), QueueFullError) and self._may_wait(full):
-                await self._way.wait(full)
+                await self._route.wait(full)
                 self._refusals.clear()
-                self._begin(self._way.first())
+                self._begin(self._route.first())
             else:
                 pause_s = self._tries.pause_s(full)
                 is_full = isinstance(full, QueueFullError) and not full.is_of_tenant
-                await (self._way.pause(pause_s) if is_full else asyncio.sleep(pause_s))
+                await (self._route.pause(pause_s) if is_full else asyncio.sleep(pause_s))
                 self._refusals.clear()
-                self._begin(self._way.first())
+                self._begin(self._route.first())
 
     def deliver_to(self, taker: Taker) -> None:
         """From now on, a message that arrives while `next` waits goes to `taker` if that is free: to wake a task for
@@ -172,12 +128,12 @@ class GenerationStream:
         """Cancels the request unless it has ended. May be called more than once."""
         if self._is_open:
             self._is_open = False
-            self._way.left(frees_room=True)
-            self._line.cancel(self._stream_id)
+            self._route.left(frees_room=True)
+            self._call.cancel(self._stream_id)
 
     def received(self, response: pb.GenerateResponse) -> None:
         self._has_begun = self._has_place = True
-        self._way.received(len(response.delta.token_ids))
+        self._route.received(len(response.delta.token_ids))
         # While `next` waits, all earlier messages were processed.
         if self._taker is not None and self._reading is not None and not self._reading.done() and self._taker.is_free:
             self._take(self._taker, response)
@@ -185,12 +141,12 @@ class GenerationStream:
         self._unread.append(response)
         if len(self._unread) >= MAX_UNREAD and not self._is_paused:
             self._is_paused = True
-            self._line.pause(self._stream_id)
+            self._call.pause(self._stream_id)
         self._wake()
 
     def ended(self, error: QuireError | None) -> None:
         self._is_open = self._is_paused = False
-        self._way.left(frees_room=self._has_place and not isinstance(error, StreamMoved))
+        self._route.left(frees_room=self._has_place and not isinstance(error, StreamMoved))
         self._error = error
         self._wake()
 
@@ -206,28 +162,28 @@ class GenerationStream:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
-    def _other_place(self, error: QuireError) -> Place | None:
+    def _other_scheduler(self, error: QuireError) -> Scheduler | None:
         """Returns the next scheduler for a request that was refused; None if it is not to be sent to another one."""
         if self._has_begun or not _is_of_scheduler(error):
             return None
         self._refusals.append(error)
-        return self._way.next()
+        return self._route.next()
 
     def _may_wait(self, error: QueueFullError) -> bool:
         """Returns whether a request that all schedulers have refused waits for room."""
-        return self._way.can_wait and not self._has_begun and not error.is_of_tenant
+        return self._route.can_wait and not self._has_begun and not error.is_of_tenant
 
     def _final_error(self, error: QuireError) -> QuireError:
         """Returns the error for the client: of several refusals that of the queue that has room first."""
         full = [each for each in self._refusals if isinstance(each, QueueFullError)]
         return min(full, key=lambda each: each.retry_after_s) if full and _is_of_scheduler(error) else error
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, scheduler: Scheduler) -> None:
         try:
-            self._line = place.call
-            self._stream_id = self._line.open(self._opening(), self)
+            self._call = scheduler.call
+            self._stream_id = self._call.open(self._opening(), self)
         except BaseException:
-            self._way.not_sent()
+            self._route.not_sent()
             raise
         self._is_open = True
         self._has_place = False

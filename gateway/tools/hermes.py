@@ -58,5 +58,5 @@ class Hermes:
             for i, tool in enumerate(use.callable_tools)
         ]
         if use.is_forced:
-            return lark.forced(calls, "white?", use.allows_several)
+            return lark.forced(calls, use.allows_several)
         return lark.free(calls, self.passed, use.allows_several)

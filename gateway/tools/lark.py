@@ -42,10 +42,10 @@ class Lark:
         }
         return f"white? %json {json.dumps(schema)}"
 
-    def forced(self, calls: Sequence[str], separator: str, several: bool) -> str:
+    def forced(self, calls: Sequence[str], several: bool) -> str:
         """Returns the grammar of one call, or of one and more."""
         call = self.add("call", " | ".join(calls))
-        return self.grammar(f"{call} ({separator} {call})*" if several else call)
+        return self.grammar(f"{call} (white? {call})*" if several else call)
 
     def opening(self, marker: str) -> str:
         """Returns a rule for text that ends with its first marker, be it a token or spelled."""

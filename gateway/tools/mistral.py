@@ -101,5 +101,5 @@ class Mistral:
         ]
         calls.append(lark.add("list", rf"{begin} {regex(WHITE + chr(92) + '[')} {item} {rest} {regex(WHITE + ']')}"))
         if use.is_forced:
-            return lark.forced(calls, "white?", use.allows_several)
+            return lark.forced(calls, use.allows_several)
         return lark.free(calls, self.passed, use.allows_several)

@@ -138,7 +138,7 @@ async def test_bodies_that_never_end_keep_ordinary_ones_from_nothing(monkeypatch
     async with Rig() as rig:
         head = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: 1000000"
         writers = [(await raw(rig, head, b" " * 200_000))[1] for _ in range(6)]
-        await until(lambda: rig.server.generation._num_open <= 2)  # the others were refused
+        await until(lambda: len(rig.server.generation.requests) <= 2)  # the others were refused
         assert (await rig.complete())[0] == 200
         for writer in writers:
             writer.close()
@@ -225,7 +225,7 @@ async def test_draining_lets_open_streams_end_and_refuses_new_ones() -> None:
         reader, writer = await raw_chat(rig, stream=True)
         await until(lambda: rig.fake.opened)
         stopping = asyncio.create_task(rig.server.stop(30))
-        await until(lambda: rig.server.generation.is_draining)
+        await until(lambda: rig.server.generation.requests.is_draining)
         status, body = await rig.chat()
         assert (status, body["error"]["code"]) == (503, "service_unavailable")
         assert (await rig.get("/health"))[0] == 503

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from quire.v1 import generation_pb2 as pb
-from tests.support.gateway.fake_scheduler import MODEL, Answer, Failure, delta, started
+from tests.support.gateway.fake_scheduler import MODEL, Answer, Failure, delta, finished, started
 from tests.support.gateway.rig import Rig
 
 RESPONSE = {"model": MODEL, "input": "hi"}
@@ -113,6 +113,40 @@ async def test_a_streamed_message() -> None:
     assert events[1]["content_block"] == {"type": "text", "text": "", "citations": None}
     assert events[-2]["delta"] == END
     assert events[-2]["usage"]["output_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (
+            "/v1/responses",
+            RESPONSE,
+            [
+                "response.created", "response.in_progress", "response.output_item.added",
+                "response.content_part.added", "response.output_text.done", "response.content_part.done",
+                "response.output_item.done", "response.completed",
+            ],
+        ),
+        (
+            "/v1/messages",
+            MESSAGE,
+            ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"],
+        ),
+    ],
+)  # fmt: skip
+async def test_an_answer_without_text_has_one_empty_part(path: str, body: dict[str, Any], names: list[str]) -> None:
+    async def silent(_: pb.GenerateRequest) -> Answer:
+        yield started()
+        yield delta(0, "", 10)
+        yield finished(0, 1)
+
+    async with Rig() as rig:
+        rig.fake.answer = silent
+        events = await named_events(rig, path, body)
+        _, whole = await rig.post(path, body)
+    assert [event["type"] for event in events] == names
+    (part,) = whole["output"][0]["content"] if path == "/v1/responses" else whole["content"]
+    assert part["text"] == ""
 
 
 async def test_errors_have_the_form_of_their_api() -> None:
