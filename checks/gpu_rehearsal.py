@@ -19,14 +19,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import venv
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from bench.gpu.requirements import PROVIDED, closure
+from checks.steps import CheckFailed, expect, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE_VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "transformers": "5.17.*"}
@@ -36,24 +35,20 @@ DEVICE_TESTS = "tests/kernels/triton tests/executor/cuda"
 COMMAND_TIMEOUT_S = 1500.0
 
 
-class RehearsalFailed(Exception):
-    """Something would fail on the machine."""
-
-
 def rehearse(folder: Path, python: str | None, is_quick: bool) -> None:
-    """Raises RehearsalFailed at the first problem."""
+    """Raises CheckFailed at the first problem."""
     checkout, bundle, temporary = folder / "checkout", folder / "bundle", folder / "tmp"
     temporary.mkdir()
-    with timed("a clean checkout"):
+    with timed("rehearsal: a clean checkout"):
         copy_checkout(checkout)
-    with timed("an environment with what the machine has"):
+    with timed("rehearsal: an environment with what the machine has"):
         bare = linked_environment(folder / "bare") if python is None else machine_environment(folder / "bare", python)
     version = run(folder, {}, str(bare), "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
-    with timed("the bundle"):
+    with timed("rehearsal: the bundle"):
         print(run(ROOT, {}, sys.executable, "-m", "bench", "gpu-bundle", "--output", str(bundle), "--python", version))
     before = files_of(checkout)
     variables = isolated(folder)
-    with timed("collect the tests of a GPU"):
+    with timed("rehearsal: collect the tests of a GPU"):
         collect = (
             f"TRITON_INTERPRET=1 $PYTHON -m pytest -o addopts= -q --collect-only -p no:cacheprovider {DEVICE_TESTS}"
         )
@@ -61,7 +56,7 @@ def rehearse(folder: Path, python: str | None, is_quick: bool) -> None:
         print(run(checkout, variables, str(bare), *use).splitlines()[-1])
     results = folder / "results"
     only = f"--phase {','.join(QUICK_PHASES)} " if is_quick else ""
-    with timed("make gpu-check"):
+    with timed("rehearsal: make gpu-check"):
         flags = ("NO_INSTALL=1", f"PYTHON={bare}", f"BUNDLE={bundle}", f"ARGS={only}--output {results}")
         print(run(checkout, variables, "make", "gpu-check", *flags))
     check_results(results, expected_phases(QUICK_PHASES if is_quick else ()))
@@ -154,7 +149,7 @@ def files_of(folder: Path) -> set[tuple[str, int]]:
 
 
 def run(folder: Path, variables: dict[str, str], *command: str) -> str:
-    """Returns what the command prints; with `variables` it gets no other ones. Raises RehearsalFailed."""
+    """Returns what the command prints; with `variables` it gets no other ones. Raises CheckFailed."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -170,19 +165,6 @@ def run(folder: Path, variables: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
-def expect(condition: bool, problem: str) -> None:
-    if not condition:
-        raise RehearsalFailed(problem)
-
-
-@contextmanager
-def timed(what: str) -> Iterator[None]:
-    print(f"rehearsal: {what}", flush=True)
-    start_s = time.monotonic()
-    yield
-    print(f"rehearsal: {what}: {time.monotonic() - start_s:.1f} s", flush=True)
-
-
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,7 +174,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="quire-rehearsal-") as folder:
         try:
             rehearse(Path(folder), given.python, given.quick)
-        except RehearsalFailed as failure:
+        except CheckFailed as failure:
             print(f"rehearsal: {failure}", file=sys.stderr)
             return 1
     print("rehearsal: passed")

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checks.wheel import ROOT, CheckFailed, environment, expect, pip_install, run
+from checks.steps import CheckFailed, expect
+from checks.wheel import ROOT, environment, pip_install, run
 from quire import AsyncClient, QuireError
 
 NUM_STREAMS = 64

@@ -10,15 +10,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from checks.gpu_rehearsal import copy_checkout
+from checks.steps import CheckFailed, expect, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_WHEEL_BYTES = 10_000_000
@@ -50,10 +48,6 @@ FREE_PORTS = (
 COMMAND_TIMEOUT_S = 500.0
 
 
-class CheckFailed(Exception):
-    """The build or the installation does not do what the documentation promises."""
-
-
 def main() -> int:
     """Runs all checks; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="quire-wheel-") as folder:
@@ -67,21 +61,21 @@ def main() -> int:
 
 def check(folder: Path) -> None:
     """Raises CheckFailed at the first problem."""
-    with timed("build the wheel and the source distribution"):
+    with timed("wheel: build the wheel and the source distribution"):
         wheel, sdist = build(folder)
     check_wheel(wheel)
     check_sdist(sdist)
-    with timed("install the wheel into a fresh environment"):
+    with timed("wheel: install the wheel into a fresh environment"):
         python = install(wheel, folder)
     elsewhere = folder / "elsewhere"
     for name in ("quire", *OCCUPIED_NAMES):
         write_package(elsewhere / name, f"raise RuntimeError('{name} was imported from the working directory')\n")
     quire = str(python.with_name("quire"))
     check_other_owners(python, elsewhere)
-    with timed("quire demo"):
+    with timed("wheel: quire demo"):
         output = run(elsewhere, quire, "demo")
         expect("tokens/s" in output, f"the demonstration printed no summary:\n{output}")
-    with timed("quire serve and one request"):
+    with timed("wheel: quire serve and one request"):
         expect(bool(serve_one_request(quire, elsewhere).strip()), "the request came back without text")
     check_other_owners(python, elsewhere)
 
@@ -184,18 +178,6 @@ def run(folder: Path, *command: str) -> str:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     expect(done.returncode == 0, f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
     return done.stdout
-
-
-def expect(condition: bool, problem: str) -> None:
-    if not condition:
-        raise CheckFailed(problem)
-
-
-@contextmanager
-def timed(what: str) -> Iterator[None]:
-    start_s = time.monotonic()
-    yield
-    print(f"wheel: {what}: {time.monotonic() - start_s:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -143,13 +143,10 @@ class RayBackend:
             if actor.has_answered and now_s - actor.heard_s > SILENT_S:
                 actor.status = replace(actor.status, state=State.HUNG)
             return
-        except RayActorError as error:
-            self._tails[actor.status.part] = str(error).strip()
-            self._end(actor, State.LOST if "node" in str(error).lower() else State.ENDED)
-            return
         except RayError as error:
             self._tails[actor.status.part] = str(error).strip()
-            self._end(actor, State.ENDED)
+            is_node_lost = isinstance(error, RayActorError) and "node" in str(error).lower()
+            self._end(actor, State.LOST if is_node_lost else State.ENDED)
             return
         actor.asked, actor.heard_s, actor.has_answered = None, now_s, True
         actor.status = replace(status, incarnation=actor.name)

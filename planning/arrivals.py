@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+_DAY_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
@@ -50,10 +52,9 @@ class Diurnal:
 
     rate: float
     swing: float
-    period_s: float = 86_400.0
 
     def rate_at(self, now_s: float) -> float:
-        return self.rate * (1.0 - self.swing * math.cos(2.0 * math.pi * now_s / self.period_s))
+        return self.rate * (1.0 - self.swing * math.cos(2.0 * math.pi * now_s / _DAY_S))
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         """Draws times by thinning (Lewis and Shedler 1979).

@@ -13,7 +13,6 @@ from planning.demand import find_demand
 from planning.deployment import check_fits, deploy
 from planning.fleet import view
 from planning.fleet.run import FleetOutcome, check_has_no_fleet, simulate_fleet
-from planning.roofline import Efficiencies
 from planning.run import Outcome, simulate
 from planning.settings import DeploymentSettings, SimulateSettings
 from planning.summary import timeline
@@ -25,9 +24,9 @@ def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_j
     check_fits(deployment)
     capacity = find_capacity(deployment)
     if as_json:
-        _print_json(plan_view.as_values(deployment, capacity, Efficiencies()))
+        _print_json(plan_view.as_values(deployment, capacity))
     else:
-        plan_view.show(deployment, capacity, Efficiencies(), console)
+        plan_view.show(deployment, capacity, console)
 
 
 def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as_json: bool) -> None:

@@ -12,8 +12,8 @@ from planning.lengths import LENGTHS, MAX_TOKENS, FixedLengths, LengthSource
 from planning.request_factory import MAX_SYSTEM_PROMPTS
 from planning.request_file import read_jobs, read_tenants
 from planning.settings import SimulateSettings
-from planning.simulation import Horizon, JobSource
-from planning.workload import ListedJobs, Source, Tenant
+from planning.simulation import Horizon
+from planning.workload import JobSource, ListedJobs, Source, Tenant
 from scheduler.core import TenantTerms
 
 _DEFAULT_NUM_REQUESTS = 1000

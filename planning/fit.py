@@ -49,7 +49,6 @@ class Fit:
 
     cost: FittedCost
     num_steps: int
-    mean_step_s: float
     mean_error_ratio: float
 
 
@@ -64,7 +63,7 @@ def fit_cost(*runs: Sequence[TimedStep]) -> Fit:
     cost = FittedCost(*_non_negative_least_squares(rows * weights[:, None], seconds * weights))
     errors = np.abs(rows @ np.array(astuple(cost)) - seconds)
     mean_s = float(seconds.mean())
-    return Fit(cost, len(steps), mean_s, float(errors.mean()) / mean_s if mean_s > 0 else 0.0)
+    return Fit(cost, len(steps), float(errors.mean()) / mean_s if mean_s > 0 else 0.0)
 
 
 def _weights(run: Sequence[TimedStep]) -> np.ndarray:

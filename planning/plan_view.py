@@ -10,14 +10,16 @@ from planning.capacity import Capacity
 from planning.deployment import Deployment
 from planning.roofline import Efficiencies
 
+_EFFICIENCIES = Efficiencies()  # those of `find_capacity` too
 
-def notes(deployment: Deployment, efficiencies: Efficiencies) -> list[str]:
+
+def notes(deployment: Deployment) -> list[str]:
     """Returns the notes that explain the figures."""
     model, parallel = deployment.model, deployment.tensor_parallel
     lines = [
         "GB and MB are decimal (10^9, 10^6 bytes), KiB and GiB binary (2^10, 2^30).",
-        f"Floors: {efficiencies.bandwidth:.0%} of {deployment.device.bandwidth / 1e12:.2f} TB/s (data sheet); matrix "
-        f"products at {efficiencies.compute:.0%} and prefill attention at {efficiencies.prefill:.0%} of "
+        f"Floors: {_EFFICIENCIES.bandwidth:.0%} of {deployment.device.bandwidth / 1e12:.2f} TB/s (data sheet); matrix "
+        f"products at {_EFFICIENCIES.compute:.0%} and prefill attention at {_EFFICIENCIES.prefill:.0%} of "
         f"{deployment.device.flops(deployment.dtype_bytes) / 1e12:,.0f} TFLOP/s; no overhead, no all-reduce.",
         "Contiguous: every sequence reserves max_model_len in one run. Paged: it holds only the blocks it fills.",
     ]
@@ -35,7 +37,7 @@ def notes(deployment: Deployment, efficiencies: Efficiencies) -> list[str]:
     return lines
 
 
-def as_values(deployment: Deployment, capacity: Capacity, efficiencies: Efficiencies) -> dict[str, Any]:
+def as_values(deployment: Deployment, capacity: Capacity) -> dict[str, Any]:
     """Returns the plan as plain values, for JSON."""
     return {
         "model": asdict(deployment.model) | {"num_parameters": deployment.model.num_parameters},
@@ -55,12 +57,12 @@ def as_values(deployment: Deployment, capacity: Capacity, efficiencies: Efficien
         "decode_floor_s": capacity.decode_floor_s,
         "prefill_floors_s": [{"num_tokens": n, "floor_s": floor_s} for n, floor_s in capacity.prefill_floors_s],
         "rows": [asdict(row) for row in capacity.rows],
-        "efficiencies": asdict(efficiencies),
-        "notes": notes(deployment, efficiencies),
+        "efficiencies": asdict(_EFFICIENCIES),
+        "notes": notes(deployment),
     }
 
 
-def show(deployment: Deployment, capacity: Capacity, efficiencies: Efficiencies, console: Console) -> None:
+def show(deployment: Deployment, capacity: Capacity, console: Console) -> None:
     """Prints the plan as two tables and notes."""
     model, parallel = deployment.model, deployment.tensor_parallel
     devices = deployment.device.name if parallel == 1 else f"{parallel} x {deployment.device.name}"
@@ -93,5 +95,5 @@ def show(deployment: Deployment, capacity: Capacity, efficiencies: Efficiencies,
             row.name, held, f"{row.num_contiguous:,}", f"{row.num_paged:,}", f"{row.decode_floor_s * 1e3:.2f} ms"
         )
     console.print(rows)
-    for line in notes(deployment, efficiencies):
+    for line in notes(deployment):
         console.print(line, style="dim", highlight=False)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core import Counters, KVUsage, Scheduler, kv_usage
 
 if TYPE_CHECKING:
     from planning.workload import Job
+    from scheduler.core import Events
     from scheduler.core.inspect.step_load import StepLoad
 
 _MAX_SAMPLES = 400
@@ -29,13 +30,21 @@ class Sample:
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that has arrived and has not ended."""
+class OpenRequest:
+    """A request that has arrived and has not ended.
+
+    planned_s      None: it is in no plan yet
+    first_token_s  None: it has no token yet
+    """
 
     job: Job
-    planned_s: float = 0.0
-    first_token_s: float = 0.0
+    planned_s: float | None = None
+    first_token_s: float | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+R = TypeVar("R", bound=OpenRequest)
 
 
 @dataclass(slots=True)
@@ -52,6 +61,45 @@ class Requests:
     num_cached_tokens: array[int] = field(default_factory=lambda: array("L"))
     num_preemptions: array[int] = field(default_factory=lambda: array("L"))
 
+    def committed(
+        self, open_requests: dict[int, R], now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool
+    ) -> tuple[list[R], list[R]]:
+        """Records what a step has changed, and takes the requests that ended from the open ones.
+
+        Returns the requests that got their first token of this server, and those that ended.
+        """
+        began = []
+        for sequence in events.started:
+            entry = open_requests[sequence.request.request_id]
+            if entry.planned_s is None:
+                entry.planned_s, entry.num_cached_tokens = planned_s, sequence.num_cached_tokens or 0
+        if has_first_tokens:
+            for sequence in events.sequences:
+                if len(sequence.token_ids) == sequence.num_given_tokens + 1:
+                    entry = open_requests[sequence.request.request_id]
+                    began.append(entry)
+                    if entry.first_token_s is None:
+                        entry.first_token_s = now_s
+        ended = []
+        for sequence, _ in events.finished:
+            entry = open_requests.pop(sequence.request.request_id)
+            entry.num_preemptions += sequence.num_preemptions
+            self._add(entry, now_s, sequence.num_tokens)
+            ended.append(entry)
+        return began, ended
+
+    def _add(self, entry: OpenRequest, now_s: float, num_tokens: int) -> None:
+        job = entry.job
+        self.tenant.append(job.tenant)
+        self.arrival_s.append(job.arrival_s)
+        self.planned_s.append(now_s if entry.planned_s is None else entry.planned_s)
+        self.first_token_s.append(now_s if entry.first_token_s is None else entry.first_token_s)
+        self.end_s.append(now_s)
+        self.num_prompt_tokens.append(job.num_prompt_tokens)
+        self.num_output_tokens.append(num_tokens - job.num_prompt_tokens)
+        self.num_cached_tokens.append(entry.num_cached_tokens)
+        self.num_preemptions.append(entry.num_preemptions)
+
 
 class Records:
     """The records that a simulation fills. Integrals over virtual time, divided by the total time, are means.
@@ -65,20 +113,18 @@ class Records:
 
     def __init__(self, num_usable_blocks: int, duration_s: float | None) -> None:
         self.requests = Requests()
+        self.open: dict[int, OpenRequest] = {}
         self.samples: list[Sample] = []
-        self.num_too_long = 0
-        self.num_turned_away = 0  # the queue was full
+        self.num_refused = 0
         self.busy_s = 0.0
         self.sequence_steps_s = 0.0
         self.waiting_s = 0.0
         self.block_s = 0.0
         self.max_running = 0
         self.max_waiting = 0
-        self.num_leaps = 0
         self.num_leapt_steps = 0
         self.virtual_s = 0.0
         self.counters = Counters()
-        self._open: dict[int, _Open] = {}
         self._num_usable_blocks = num_usable_blocks
         self._at_s = 0.0
         self._interval_s = _FIRST_INTERVAL_S if duration_s is None else duration_s / (_MAX_SAMPLES - 100)
@@ -87,38 +133,6 @@ class Records:
     @property
     def num_ended(self) -> int:
         return len(self.requests.end_s)
-
-    # --- requests ---------------------------------------------------------------------------------------------
-
-    def refused(self, *, is_too_long: bool) -> None:
-        if is_too_long:
-            self.num_too_long += 1
-        else:
-            self.num_turned_away += 1
-
-    def arrived(self, request_id: int, job: Job) -> None:
-        self._open[request_id] = _Open(job)
-
-    def started(self, request_id: int, planned_s: float, num_cached_tokens: int) -> None:
-        entry = self._open[request_id]
-        entry.planned_s, entry.num_cached_tokens = planned_s, num_cached_tokens
-
-    def first_token(self, request_id: int, now_s: float) -> None:
-        self._open[request_id].first_token_s = now_s
-
-    def ended(self, request_id: int, now_s: float, num_tokens: int, num_preemptions: int) -> Job:
-        entry = self._open.pop(request_id)
-        job, requests = entry.job, self.requests
-        requests.tenant.append(job.tenant)
-        requests.arrival_s.append(job.arrival_s)
-        requests.planned_s.append(entry.planned_s)
-        requests.first_token_s.append(entry.first_token_s)
-        requests.end_s.append(now_s)
-        requests.num_prompt_tokens.append(job.num_prompt_tokens)
-        requests.num_output_tokens.append(num_tokens - job.num_prompt_tokens)
-        requests.num_cached_tokens.append(entry.num_cached_tokens)
-        requests.num_preemptions.append(num_preemptions)
-        return job
 
     # --- time -------------------------------------------------------------------------------------------------
 
@@ -137,7 +151,6 @@ class Records:
         scheduler: Scheduler,
     ) -> None:
         """Records several steps of the same sequences, without a pause between them."""
-        self.num_leaps += 1
         self.num_leapt_steps += num_steps
         self._busy(now_s - started_s, num_decodes)
         self.block_s -= (now_s - started_s) * (num_free_blocks_before - scheduler.state.cache.pool.num_free_blocks) / 2

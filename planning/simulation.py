@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
 
 from planning.cost import CostModel
-from planning.records import Records
+from planning.records import OpenRequest, Records
 from planning.request_factory import RequestFactory
 from planning.server import Server
 from planning.virtual_server import VirtualServer
-from planning.workload import Job
+from planning.workload import Job, JobSource
 from scheduler.core import CapacityExceeded, Events, QueueFull
 from scheduler.core.inspect.step_load import StepLoad
 
@@ -23,20 +22,8 @@ REFUSAL_S = 0.01
 """Time until a client learns that it is refused, so that a client which is always refused does not stop the clock."""
 
 
-class JobSource(Protocol):
-    """A source of jobs; `planning.workload` has two."""
-
-    def first(self) -> list[Job]:
-        """Returns the jobs that the simulation starts with."""
-        ...
-
-    def after_arrival(self) -> list[Job]:
-        """Returns the jobs that follow when a job of this source has arrived."""
-        ...
-
-    def after_end(self, now_s: float) -> list[Job]:
-        """Returns the jobs that follow when a request of this source has ended or was refused."""
-        ...
+PROGRESS_INTERVAL = 2048
+"""Number of events between two reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +71,14 @@ class Simulation:
     def now_s(self) -> float:
         return self._server.now_s
 
-    def run(self, progress: Callable[[float, int], None] | None = None, every: int = 2048) -> Records:
+    def run(self, progress: Callable[[float, int], None] | None = None) -> Records:
         """Runs to the end; calls `progress` with the virtual time and the number of ended requests once in a while."""
         for source in self._sources:
             self._expect(source.first())
         num_events = 0
         while self._advance():
             num_events += 1
-            if progress is not None and num_events % every == 0:
+            if progress is not None and num_events % PROGRESS_INTERVAL == 0:
                 progress(self.now_s, self.records.num_ended)
         self.records.close(self.now_s, self.scheduler)
         return self.records
@@ -128,11 +115,11 @@ class Simulation:
         request_id = self._num_requests
         try:
             self._server.add(self._requests.make(request_id, job), now_s)
-        except (CapacityExceeded, QueueFull) as error:
-            self.records.refused(is_too_long=isinstance(error, CapacityExceeded))
+        except (CapacityExceeded, QueueFull):
+            self.records.num_refused += 1
             self._expect(self._sources[job.tenant].after_end(now_s + REFUSAL_S))
         else:
-            self.records.arrived(request_id, job)
+            self.records.open[request_id] = OpenRequest(job)
         self._expect(self._sources[job.tenant].after_arrival())
 
     # --- what the server has done -----------------------------------------------------------------------------
@@ -147,12 +134,6 @@ class Simulation:
 
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
         records = self.records
-        for sequence in events.started:
-            records.started(sequence.request.request_id, planned_s, sequence.num_cached_tokens or 0)
-        if has_first_tokens:
-            for sequence in events.sequences:
-                if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
-                    records.first_token(sequence.request.request_id, now_s)
-        for sequence, _ in events.finished:
-            job = records.ended(sequence.request.request_id, now_s, sequence.num_tokens, sequence.num_preemptions)
-            self._expect(self._sources[job.tenant].after_end(now_s))
+        _, ended = records.requests.committed(records.open, now_s, planned_s, events, has_first_tokens=has_first_tokens)
+        for request in ended:
+            self._expect(self._sources[request.job.tenant].after_end(now_s))

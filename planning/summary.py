@@ -96,7 +96,7 @@ def summarize(records: Records, names: Sequence[str], num_usable_blocks: int, wa
         wall_s=wall_s,
         real_time_factor=ratio(virtual_s, wall_s),
         num_requests=records.num_ended,
-        num_refused=records.num_too_long + records.num_turned_away,
+        num_refused=records.num_refused,
         requests_per_s=ratio(records.num_ended, virtual_s),
         output_tokens_per_s=ratio(num_output, virtual_s),
         total_tokens_per_s=ratio(num_output + num_prompt, virtual_s),

@@ -80,7 +80,7 @@ class Source:
         return [] if self._times_s is None else [self._job(next(self._times_s))]
 
     def after_end(self, now_s: float) -> list[Job]:
-        """Returns the next job of a client of a closed loop, after its request has ended."""
+        """Returns the next job of a client of a closed loop, after its request has ended or was refused."""
         arrivals = self._tenant.arrivals
         return [self._job(now_s + arrivals.turnaround_s)] if isinstance(arrivals, ClosedLoop) else []
 
@@ -125,3 +125,6 @@ class ListedJobs:
         if job is None:
             return []
         return [replace(job, arrival_s=arrival_s)]
+
+
+JobSource = Source | ListedJobs

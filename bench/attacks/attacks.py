@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 
@@ -24,6 +24,7 @@ from quire.async_client import AsyncClient
 from quire.errors import QuireError
 
 GENERATE = "/quire.v1.Generation/Generate"
+_COMPLETIONS = "/live/completions"
 _MIB = 1 << 20
 _PAUSE_S = 0.01
 _REFUSED = (QuireError, aiohttp.ClientError, OSError, TimeoutError)
@@ -85,8 +86,7 @@ async def half_open_bodies(target: Target) -> None:
 
 async def _half_open(target: Target) -> None:
     async with connection(target.http) as (reader, writer):
-        head = _http_head(target, "POST", "/live/completions", 8 * _MIB)
-        writer.write(head)
+        writer.write(_http_head(target, 8 * _MIB))
         piece = b'{"text": "' + b"a" * (_MIB - 10)
         for _ in range(8):
             writer.write(piece)
@@ -97,17 +97,7 @@ async def _half_open(target: Target) -> None:
 async def deep_json(target: Target) -> None:
     """Sends bodies that are expensive to parse: 4 MiB of brackets and of empty objects."""
     bodies = [b"[" * (4 * _MIB), b"[" + b"{}," * (_MIB * 4 // 3) + b"{}]"]
-
-    async def loop() -> None:
-        async with target.session() as session:
-            for body in itertools.cycle(bodies):
-                with contextlib.suppress(*_REFUSED):
-                    headers = {"Content-Type": "application/json"}
-                    async with session.post("/live/completions", data=body, headers=headers) as response:
-                        await response.read()
-                await asyncio.sleep(_PAUSE_S)
-
-    await _in_parallel(4, loop)
+    await _in_parallel(4, lambda: _post_in_turn(target, bodies))
 
 
 async def huge_texts(target: Target) -> None:
@@ -145,19 +135,9 @@ async def costly_reads(target: Target) -> None:
 
 
 async def empty_messages(target: Target) -> None:
-    """Sends chats of very many empty messages, over gRPC and as JSON."""
-    body = json.dumps({"chat": {"messages": [{"role": "user", "content": ""}] * 40_000}})
-
-    async def over_http() -> None:
-        async with target.session() as session:
-            while True:
-                with contextlib.suppress(*_REFUSED):
-                    headers = {"Content-Type": "application/json"}
-                    async with session.post("/live/completions", data=body, headers=headers) as response:
-                        await response.read()
-                await asyncio.sleep(_PAUSE_S)
-
-    await _in_parallel(8, over_http)
+    """Sends chats of very many empty messages, as JSON."""
+    body = json.dumps({"chat": {"messages": [{"role": "user", "content": ""}] * 40_000}}).encode()
+    await _in_parallel(8, lambda: _post_in_turn(target, [body]))
 
 
 async def prompt_logprobs(target: Target) -> None:
@@ -255,6 +235,17 @@ async def _complete(client: AsyncClient, prompt: str | list[int], **options: obj
         await asyncio.sleep(_PAUSE_S)
 
 
+async def _post_in_turn(target: Target, bodies: Sequence[bytes]) -> None:
+    """Posts the bodies one after the other, again and again, and ignores the answers."""
+    async with target.session() as session:
+        for body in itertools.cycle(bodies):
+            with contextlib.suppress(*_REFUSED):
+                headers = {"Content-Type": "application/json"}
+                async with session.post(_COMPLETIONS, data=body, headers=headers) as response:
+                    await response.read()
+            await asyncio.sleep(_PAUSE_S)
+
+
 async def _again_and_again(attempt: Callable[[], Awaitable[None]]) -> None:
     while True:
         with contextlib.suppress(*_REFUSED):
@@ -272,9 +263,10 @@ async def _run(attempt: Callable[[], Awaitable[None]]) -> None:
     await attempt()
 
 
-def _http_head(target: Target, method: str, path: str, num_bytes: int) -> bytes:
+def _http_head(target: Target, num_bytes: int) -> bytes:
+    """Returns the head of a request for a completion whose body has `num_bytes`."""
     key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
     return (
-        f"{method} {path} HTTP/1.1\r\nHost: {target.http}\r\nContent-Type: application/json\r\n"
+        f"POST {_COMPLETIONS} HTTP/1.1\r\nHost: {target.http}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {num_bytes}\r\n{key}\r\n"
     ).encode()

@@ -204,10 +204,8 @@ def main(arguments: Sequence[str]) -> None:
     wanted = [name for name in given.only.split(",") if name] or list(ATTACKS)
     if unknown := sorted(set(wanted) - set(ATTACKS)):
         raise BenchError(f"no attacks are called {', '.join(unknown)}; there are: {', '.join(ATTACKS)}")
-    import torch
-
     rows: list[Row] = []
-    machine = describe_machine(torch.device("cpu"))
+    machine = describe_machine(None)
 
     def keep(row: Row) -> None:
         rows.append(row)

@@ -104,6 +104,4 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{tenant}: {shares.num_clients[tenant]} clients, {num_tokens} tokens")
     print(f"Jain's index: {shares.jain_index:.4f}")
     if given.json is not None:
-        import torch
-
-        save(given.json, {"machine": describe_machine(torch.device("cpu")), "flags": flags, **asdict(shares)})
+        save(given.json, {"machine": describe_machine(None), "flags": flags, **asdict(shares)})

@@ -15,10 +15,6 @@ Data: TypeAlias = dict[str, Any]
 """JSON values: the results of a measurement, without a judgement."""
 
 
-class NotAvailable(Exception):
-    """This claim cannot be measured here; the message says what is missing."""
-
-
 class Word(StrEnum):
     """The verdict on a claim in one word."""
 
@@ -55,7 +51,7 @@ class Table:
 class Plot:
     """A plot of the report.
 
-    name     name of its files
+    name     name of its file
     caption  description, also for readers who cannot see the plot
     size     width and height in inches
     """
@@ -99,7 +95,7 @@ class Claim:
     source  publication of the claim
     figure  the claim in numbers
 
-    `measure` raises NotAvailable if something that it needs is missing. The report shows any other error as a failure.
+    `measure` raises ModuleNotFoundError if a package is missing. The report shows any other error as a failure.
     """
 
     name: str

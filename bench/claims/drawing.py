@@ -48,7 +48,7 @@ _STYLE: Any = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "svg.hashsalt": "quire",  # the same data give the same file
+    "svg.hashsalt": "quire",  # the same data give the same names
     "svg.fonttype": "path",
 }
 # Names in the SVG and references to them: plots on one page must not share names.
@@ -57,15 +57,11 @@ _SVG_NAMESPACES = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
 _SVG_METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 
 
-def save(plot: Plot, directory: Path) -> list[Path]:
-    """Writes NAME.png and NAME.svg on white. Raises OSError."""
+def save(plot: Plot, directory: Path) -> None:
+    """Writes NAME.png on white. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / f"{plot.name}{suffix}" for suffix in (".png", ".svg")]
     with rc_context(_STYLE):
-        figure = _drawn(plot)
-        figure.savefig(paths[0], dpi=_PNG_DPI, facecolor="white")
-        figure.savefig(paths[1], facecolor="white", metadata={"Date": None})
-    return paths
+        _drawn(plot).savefig(directory / f"{plot.name}.png", dpi=_PNG_DPI, facecolor="white")
 
 
 def inline_svg(plot: Plot) -> str:
@@ -87,10 +83,10 @@ def _drawn(plot: Plot) -> Figure:
     return figure
 
 
-def percent_axis(axes: Axes, label: str, top: float | None = 100.0) -> None:
-    """Makes the vertical axis count percent from 0."""
+def percent_axis(axes: Axes, label: str) -> None:
+    """Makes the vertical axis count percent from 0 to 100."""
     axes.set_ylabel(label)
-    axes.set_ylim(0, top)
+    axes.set_ylim(0, 100)
 
 
 def powers_axis(axes: Axes, values: list[int], label: str) -> None:

@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bench.claims.claim import Claim, Data, NotAvailable, Setting
+from bench.claims.claim import Claim, Data, Setting
 from bench.claims.drawing import inline_svg
 from bench.claims.outcome import Outcome, Results
 
@@ -30,7 +30,6 @@ class ProgressBars:
         )
         self._claims = self._progress.add_task("claims", total=num_claims)
         self._steps: TaskID | None = None
-        self._title = ""
         self._num_begun = 0
 
     def __enter__(self) -> Self:
@@ -44,7 +43,7 @@ class ProgressBars:
 
     def begin(self, claim: Claim) -> None:
         self._progress.update(self._claims, description=f"claims: {claim.name}")
-        self._title, self._num_begun = claim.title, 0
+        self._num_begun = 0
         self._steps = self._progress.add_task("…", total=1)
 
     def end(self, line: str) -> None:
@@ -83,8 +82,6 @@ async def _outcome(claim: Claim, setting: Setting, bars: ProgressBars, started_s
         found = json.loads(json.dumps(await claim.measure(setting, bars)))  # as loading the file returns it
         _present(claim, found)
         data = found
-    except NotAvailable as error:
-        missing = str(error)
     except ModuleNotFoundError as error:
         missing = f"{error.name} is not installed"
     except Exception as error:  # noqa: BLE001

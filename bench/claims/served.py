@@ -122,9 +122,7 @@ async def warm_up(client: AsyncClient, trace: Sequence[TraceRequest]) -> None:
     await asyncio.sleep(0)
 
 
-def trace_for(
-    setting: Setting, info: ServerInfo, num_requests: int, num_clients: int, lengths: str = "mixed"
-) -> list[TraceRequest]:
+def trace_for(setting: Setting, info: ServerInfo, num_requests: int, num_clients: int) -> list[TraceRequest]:
     """Returns a trace that depends only on the model and the number of clients."""
     return make_trace(
         TraceSettings(
@@ -132,7 +130,6 @@ def trace_for(
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             seed=setting.seed * 1_000_003 + num_clients,
-            lengths=lengths,
         )
     )
 

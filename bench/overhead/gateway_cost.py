@@ -178,7 +178,5 @@ def main(arguments: Sequence[str]) -> None:
         f" {result['open_us_per_chunk']:.1f} us while all streams are open (medians)"
     )
     if given.json is not None:
-        import torch
-
-        machine = describe_machine(torch.device("cpu"))
+        machine = describe_machine(None)
         save(given.json, {"machine": machine, **result, "rounds": [asdict(each) for each in rounds]})

@@ -19,10 +19,11 @@ it is killed as well.
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import grpc.aio
 import psutil
@@ -34,6 +35,8 @@ from bench.server_process import ON_FREE_PORTS, child_process
 from quire.async_client import AsyncClient
 from quire.events import Delta
 from quire.model_path import embedded_model
+
+T = TypeVar("T")
 
 NUM_STREAMS = 16
 NUM_TOKENS = 400
@@ -240,22 +243,13 @@ def row(each: Recovery) -> str:
     )
 
 
-async def measured(step_timeout_s: float) -> list[Recovery]:
+async def printed(cases: AsyncIterator[T], row: Callable[[T], str]) -> list[T]:
     """Prints each case when it has been measured, because a case can take minutes with a long timeout."""
-    print(HEAD)
-    recoveries = []
-    async for recovery in measure(step_timeout_s):
-        print(row(recovery), flush=True)
-        recoveries.append(recovery)
-    return recoveries
-
-
-async def measured_recomputations(num_streams: int) -> list[Recomputation]:
-    recomputations = []
-    async for recomputation in measure_recomputation(num_streams):
-        print(recomputation_row(recomputation), flush=True)
-        recomputations.append(recomputation)
-    return recomputations
+    measured = []
+    async for case in cases:
+        print(row(case), flush=True)
+        measured.append(case)
+    return measured
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -265,8 +259,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--only-recomputation", action="store_true", help="measure only what a restart computes again")
     parser.add_argument("--json", type=Path, help="file of results")
     given = parser.parse_args(arguments)
-    recoveries = [] if given.only_recomputation else asyncio.run(measured(given.step_timeout_s))
-    recomputations = asyncio.run(measured_recomputations(given.streams))
+    recoveries: list[Recovery] = []
+    if not given.only_recomputation:
+        print(HEAD)
+        recoveries = asyncio.run(printed(measure(given.step_timeout_s), row))
+    recomputations = asyncio.run(printed(measure_recomputation(given.streams), recomputation_row))
     if given.json is not None:
         result = {
             "step_timeout_s": given.step_timeout_s,

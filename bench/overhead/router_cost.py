@@ -165,8 +165,6 @@ def main(arguments: Sequence[str]) -> None:
         f" {result['ratio']:.1%} of the rate (medians)"
     )
     if given.json is not None:
-        import torch
-
-        machine = describe_machine(torch.device("cpu"))
+        machine = describe_machine(None)
         settings = asdict(load) | {"step_ms": given.step_ms}
         save(given.json, {"machine": machine, **settings, **result, "rounds": [asdict(each) for each in rounds]})

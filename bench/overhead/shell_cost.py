@@ -141,11 +141,9 @@ def _cost(load: Load, period: Period, streams: Sequence[Sequence[Delta]], execut
 
 
 @asynccontextmanager
-async def harness(
-    step_ms: float = 0.0, model: str | None = None, services: Services = _SERVICES
-) -> AsyncIterator[Harness]:
+async def harness(step_ms: float = 0.0, services: Services = _SERVICES) -> AsyncIterator[Harness]:
     """Starts an executor and a scheduler, each on its own core if there are two. Raises ServerFailed."""
-    directory = model or embedded_model()
+    directory = embedded_model()
     tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     cores = services.cores or sorted(os.sched_getaffinity(0))
     null = ("bench.overhead.null_executor", "--vocab-size", str(tokenizer.get_vocab_size()), "--step-ms", str(step_ms))

@@ -92,7 +92,5 @@ def main(arguments: Sequence[str]) -> None:
     ratio = statistics.median(each.ratio for each in rounds)
     print(f"throughput with a grammar in all {given.clients} clients: {ratio:.1%} of that without (median)")
     if given.json is not None:
-        import torch
-
-        machine = describe_machine(torch.device("cpu"))
+        machine = describe_machine(None)
         save(given.json, {"machine": machine, "ratio": ratio, "rounds": [asdict(each) for each in rounds]})

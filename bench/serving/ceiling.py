@@ -89,7 +89,7 @@ def read_turns(results: dict[str, Any]) -> list[Turn]:
 
 
 def _pairs(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the pairs of runs with their round and profile. Older results have them in `runs` only, or nowhere."""
+    """Returns the pairs of runs with their round and profile. The oldest results have no `runs`, and list the pairs."""
     if "runs" not in results:
         return list(results["pairs"])
     found: dict[tuple[int, str, int], dict[str, Any]] = {}

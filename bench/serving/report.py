@@ -55,7 +55,6 @@ def report(runs: Sequence[Run], info: ServerInfo) -> dict[str, Any]:
     """Returns the whole measurement as JSON values.
 
     runs    a summary of each run, with its round
-    pairs   Quire's run beside each other engine's run ("peer") of the same turn, with their round and their ratio
     ratios  medians by number of clients, where exactly one other engine took part
     """
     medians = ratios(runs)
@@ -71,23 +70,7 @@ def report(runs: Sequence[Run], info: ServerInfo) -> dict[str, Any]:
         "runs": [asdict(run.summary) | {"round": run.turn.round_index, "profile": run.turn.profile} for run in runs],
         "quire_tokens_per_s_ratio_to": medians,
         "ratios": next(iter(medians.values())) if len(medians) == 1 else {},
-        "pairs": _pairs(runs),
     }
-
-
-def _pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    quires = {run.turn: run.summary for run in runs if run.summary.engine == "quire"}
-    return [
-        {
-            "quire": asdict(quires[run.turn]),
-            "peer": asdict(run.summary),
-            "ratio": quires[run.turn].output_tokens_per_s / run.summary.output_tokens_per_s,
-            "round": run.turn.round_index,
-            "profile": run.turn.profile,
-        }
-        for run in runs
-        if run.summary.engine != "quire" and run.turn in quires
-    ]
 
 
 def _by_row(runs: Sequence[Run]) -> dict[tuple[int | str, str], list[RunSummary]]:

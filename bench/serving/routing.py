@@ -111,12 +111,10 @@ def main(arguments: Sequence[str]) -> None:
     for policy, each in medians.items():
         print(f"{policy}: {each.hit_rate:.1%} cached, first token {each.ttft_ms:.0f} ms, p99 {each.ttft_p99_ms:.0f} ms")
     if given.json is not None:
-        import torch
-
         save(
             given.json,
             {
-                "machine": describe_machine(torch.device("cpu")),
+                "machine": describe_machine(None),
                 "replicas": given.replicas,
                 **asdict(load),
                 "medians": {policy: asdict(each) for policy, each in medians.items()},

@@ -38,8 +38,7 @@ async def run(
     save(output, report(results, asdict(info)))
     console.print(f"saved to {output}")
     try:
-        for path in save_plot(results, output):
-            console.print(f"drawn to {path}")
+        console.print(f"drawn to {save_plot(results, output)}")
     except PlotUnavailable as error:
         console.print(str(error), markup=False)
 

@@ -58,8 +58,8 @@ def report(results: Sequence[CaseResult], server: dict[str, Any]) -> dict[str, A
     }
 
 
-def save_plot(results: Sequence[CaseResult], base: Path) -> list[Path]:
-    """Draws a curve for each kind of sharing, with the paper's range as a band, to BASE.png and BASE.svg.
+def save_plot(results: Sequence[CaseResult], base: Path) -> Path:
+    """Draws a curve for each kind of sharing, with the paper's range as a band, to BASE.png, and returns its path.
 
     Raises PlotUnavailable.
     """
@@ -87,10 +87,9 @@ def save_plot(results: Sequence[CaseResult], base: Path) -> list[Path]:
     axes[0].set_ylabel("blocks saved by sharing, %")
     axes[0].set_ylim(0, 100)
     base.parent.mkdir(parents=True, exist_ok=True)
-    paths = [base.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    return paths
+    path = base.with_suffix(".png")
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _kind(case: Case) -> str:

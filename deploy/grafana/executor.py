@@ -5,6 +5,7 @@ from grafana_foundation_sdk.builders import dashboard
 from deploy.grafana.panels import dashboard_named, heat_map, lines, per_second, percentiles, tile
 
 _STEP = "quire_executor_step_duration_seconds"
+_FORWARD = '{m, phase="forward"}'
 _BATCH = "quire_step_batch_tokens"
 _LAST_STEP = "quire_executor_last_step_timestamp_seconds"
 # An executor is identified by its address; a new process at the same address is a restart.
@@ -14,7 +15,7 @@ _RESTARTS = "changes(quire_executor_start_timestamp_seconds{m}[1h])"
 def executor() -> dashboard.Dashboard:
     board = dashboard_named("Quire / Executor", "quire-executor", "Steps, memory and restarts of a Quire executor.")
     for panel in (
-        tile("Steps/s", "Completed steps per second.", _rate_of("forward"), "short"),
+        tile("Steps/s", "Completed steps per second.", per_second(f"{_STEP}_count").replace("{m}", _FORWARD), "short"),
         tile(
             "Since the last step",
             "Time since the last completed step. It also grows while there is no work.",
@@ -58,7 +59,7 @@ def _steps(board: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Forward duration, percentiles",
                 "Duration of the model's part of a step.",
-                {name: query.replace("{m}", '{m, phase="forward"}') for name, query in percentiles(_STEP).items()},
+                {name: query.replace("{m}", _FORWARD) for name, query in percentiles(_STEP).items()},
                 "s",
                 width="half",
             )
@@ -150,7 +151,3 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
     )
-
-
-def _rate_of(phase: str) -> str:
-    return per_second(f"{_STEP}_count").replace("{m}", f'{{m, phase="{phase}"}}')

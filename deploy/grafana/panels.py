@@ -18,7 +18,7 @@ TAGS = ["quire"]
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 HEIGHT = 8
-WIDTHS = {"third": 8, "half": 12, "two thirds": 16, "whole": 24, "tile": 4, "small tile": 3}
+WIDTHS = {"third": 8, "half": 12, "two thirds": 16, "tile": 4, "small tile": 3}
 
 
 def dashboard_named(title: str, uid: str, text: str) -> dashboard.Dashboard:
@@ -133,7 +133,7 @@ def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargau
     return panel
 
 
-def heat_map(title: str, text: str, histogram: str, unit: str, *, width: str = "half") -> heatmap.Panel:
+def heat_map(title: str, text: str, histogram: str, unit: str) -> heatmap.Panel:
     """Returns a heat map of a histogram: the distribution of its observations over the buckets, over time."""
     return (
         heatmap.Panel()
@@ -141,7 +141,7 @@ def heat_map(title: str, text: str, histogram: str, unit: str, *, width: str = "
         .description(text)
         .datasource(DATA_SOURCE)
         .height(HEIGHT)
-        .span(WIDTHS[width])
+        .span(WIDTHS["half"])
         .calculate(False)
         .cell_gap(1)
         .y_axis(heatmap.YAxisConfig().unit(unit).axis_placement(common_models.AxisPlacement.LEFT))
@@ -191,11 +191,10 @@ def tile(
     )
 
 
-def percentiles(histogram: str, *by: str) -> dict[str, str]:
+def percentiles(histogram: str) -> dict[str, str]:
     """Returns a query for each of the PERCENTILES of a histogram."""
-    labels = ", ".join(("le", *by))
     return {
-        name: f"histogram_quantile({share}, sum by ({labels}) (rate({histogram}_bucket{{m}}[{WINDOW}])))"
+        name: f"histogram_quantile({share}, sum by (le) (rate({histogram}_bucket{{m}}[{WINDOW}])))"
         for name, share in PERCENTILES.items()
     }
 

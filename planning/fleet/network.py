@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from planning.fleet.report import Receiver, Report
+from planning.fleet.report import Report
+from planning.fleet.router import Router
 
 _Delivery = tuple[float, int, Callable[[float], None]]
 
@@ -35,7 +36,7 @@ class Network:
         now_s, _, deliver = heappop(self._deliveries)
         deliver(now_s)
 
-    def broadcast(self, report: Report, routers: Sequence[Receiver], now_s: float) -> None:
+    def broadcast(self, report: Report, routers: Sequence[Router], now_s: float) -> None:
         """Sends a report to all routers."""
         for router in routers:
             if self._loss and self._rng.random() < self._loss:
@@ -43,7 +44,7 @@ class Network:
             else:
                 self.send(report, router, now_s)
 
-    def send(self, report: Report, router: Receiver, now_s: float) -> None:
+    def send(self, report: Report, router: Router, now_s: float) -> None:
         """Sends a report to one router; it is not lost."""
         if self._delay_s:
             self.after_delay(now_s, lambda _: router.receive(report))

@@ -9,8 +9,8 @@ class ObservedIndex(PrefixIndex):
     A digest that came and went in between is in neither list.
     """
 
-    def __init__(self, block_size: int, namespace: str = "") -> None:
-        super().__init__(block_size, namespace)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 

@@ -8,7 +8,6 @@ from planning.server import Server
 from planning.virtual_server import Observer, VirtualServer
 from scheduler.core import Counters, Request
 from scheduler.core.inspect.core_load import core_load
-from scheduler.core.inspect.step_load import StepLoad
 
 
 class Replica:
@@ -25,7 +24,6 @@ class Replica:
         self.server: VirtualServer | None = None
         self.num_requests = 0
         self.busy_s = 0.0
-        self.num_prefilled_tokens = 0
         self._parameters = server
         self._cost = cost
         self._num_routers = num_routers
@@ -59,10 +57,6 @@ class Replica:
         self._num_received[router] += 1
         self.num_requests += 1
         self.server.add(request, now_s)
-
-    def stepped(self, duration_s: float, load: StepLoad) -> None:
-        self.busy_s += duration_s
-        self.num_prefilled_tokens += load.num_prefill_tokens
 
     def report(self) -> Report:
         """Returns what has changed since the last report."""

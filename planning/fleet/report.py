@@ -1,7 +1,6 @@
 """The message by which a replica reports to the routers."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from gateway.routing.load import ReplicaLoad
 
@@ -25,9 +24,3 @@ class Report:
     published: list[int]
     forgotten: list[int]
     is_snapshot: bool = False
-
-
-class Receiver(Protocol):
-    """A router, as replicas and the network see it."""
-
-    def receive(self, report: Report) -> None: ...

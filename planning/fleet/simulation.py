@@ -19,14 +19,14 @@ from planning.fleet.fleet import ORACLE, Fleet
 from planning.fleet.network import Network
 from planning.fleet.oracle import Oracle
 from planning.fleet.prompts import PromptDigests
-from planning.fleet.records import FleetRecords, OpenRequest
+from planning.fleet.records import FleetRecords, RoutedRequest
 from planning.fleet.replica import Replica
 from planning.fleet.router import Router
 from planning.request_factory import RequestFactory
 from planning.server import Server
-from planning.simulation import REFUSAL_S, Horizon, JobSource
+from planning.simulation import PROGRESS_INTERVAL, REFUSAL_S, Horizon
 from planning.virtual_server import VirtualServer
-from planning.workload import Job
+from planning.workload import Job, JobSource
 from scheduler.core import CapacityExceeded, Events, QueueFull
 from scheduler.core.inspect.step_load import StepLoad
 
@@ -42,12 +42,12 @@ class _ReplicaObserver:
         self._replica = replica
 
     def stepped(self, now_s: float, started_s: float, load: StepLoad) -> None:
-        self._replica.stepped(now_s - started_s, load)
+        self._replica.busy_s += now_s - started_s
 
     def leapt(
         self, now_s: float, started_s: float, num_steps: int, num_decodes: int, num_free_blocks_before: int
     ) -> None:
-        self._replica.stepped(now_s - started_s, StepLoad(0, 0))
+        self._replica.busy_s += now_s - started_s
 
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
         self._simulation.committed(now_s, planned_s, events, has_first_tokens=has_first_tokens)
@@ -96,9 +96,9 @@ class FleetSimulation:
         self._num_world_events = 0
         self._due: list[tuple[float, str, int]] = []  # next events of replicas; only the newest of each counts
         self._versions = dict.fromkeys(names, 0)
-        self._homeless: list[OpenRequest] = []  # requests that arrived while no replica was ready
+        self._homeless: list[RoutedRequest] = []  # requests that arrived while no replica was ready
 
-    def run(self, progress: Callable[[float, int], None] | None = None, every: int = 2048) -> FleetRecords:
+    def run(self, progress: Callable[[float, int], None] | None = None) -> FleetRecords:
         """Runs to the end; calls `progress` with the virtual time and the number of ended requests once in a while."""
         for replica in self._replicas.values():
             self._start(replica)
@@ -110,7 +110,7 @@ class FleetSimulation:
         while self._num_arriving or self.records.open:
             self._advance()
             num_events += 1
-            if progress is not None and num_events % every == 0:
+            if progress is not None and num_events % PROGRESS_INTERVAL == 0:
                 progress(self.now_s, self.records.num_ended)
         self._close()
         return self.records
@@ -242,11 +242,13 @@ class FleetSimulation:
         self._num_requests += 1
         prompt = self._prompts.prompt_of(self._requests.make(self._num_requests, job), job)
         router = self._rng.randrange(len(self._routers))
-        request = self.records.open[self._num_requests] = OpenRequest(self._num_requests, job, router, prompt)
+        request = self.records.open[self._num_requests] = RoutedRequest(
+            job, request_id=self._num_requests, router=router, prompt=prompt
+        )
         self._send(request)
         self._expect(self._sources[job.tenant].after_arrival())
 
-    def _send(self, request: OpenRequest) -> None:
+    def _send(self, request: RoutedRequest) -> None:
         chosen = self._routers[request.router].send(request.prompt)
         if chosen is None:
             self._homeless.append(request)
@@ -267,14 +269,17 @@ class FleetSimulation:
 
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
         """Called when a replica has committed a step."""
-        began, ended = self.records.committed(now_s, planned_s, events, has_first_tokens=has_first_tokens)
+        records = self.records
+        began, ended = records.requests.committed(
+            records.open, now_s, planned_s, events, has_first_tokens=has_first_tokens
+        )
         for request in began:
             self._state_of(request).first_token(request.number)
         for request in ended:
             self._state_of(request).take_back(request.number)
             self._expect(self._sources[request.job.tenant].after_end(now_s))
 
-    def _state_of(self, request: OpenRequest) -> ReplicaState:
+    def _state_of(self, request: RoutedRequest) -> ReplicaState:
         """Returns what the request's router knows of its replica."""
         return self._routers[request.router].replicas[request.replica]
 

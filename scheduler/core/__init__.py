@@ -1,6 +1,7 @@
 """The scheduler core: a pure state machine, with no clock and no I/O, in the standard library only.
 
     scheduler/core/*.py         the decision kernel
+    scheduler/core/beams/       beam search: the beams of a request, and which of them go on
     scheduler/core/tenants/     a tenant: its terms and its account
     scheduler/core/timing/      deadlines, and the budget of a step by what steps have cost
     scheduler/core/fairness/    the shares of tenants: accounts, the queue of all tenants, the choice of victims

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from checks import gpu_rehearsal
-from checks.gpu_rehearsal import RehearsalFailed, check_results, files_of, isolated, run
+from checks.gpu_rehearsal import check_results, files_of, isolated, run
+from checks.steps import CheckFailed
 
 WANTED = ("environment", "correctness", "sanitizer memcheck")
 SKIPPED = {"status": "skipped", "reason": "compute-sanitizer is not on PATH", "results": None}
@@ -47,13 +48,13 @@ def test_phases_that_passed_or_may_be_skipped_are_accepted(folder: Path) -> None
 )
 def test_any_other_outcome_fails(name: str, values: dict[str, Any], message: str, folder: Path) -> None:
     write(folder, name, **values)
-    with pytest.raises(RehearsalFailed, match=message):
+    with pytest.raises(CheckFailed, match=message):
         check_results(folder, WANTED)
 
 
 def test_phase_without_a_file_fails(folder: Path) -> None:
     (folder / "environment.json").unlink()
-    with pytest.raises(RehearsalFailed, match="no results of environment, only of correctness, sanitizer memcheck"):
+    with pytest.raises(CheckFailed, match="no results of environment, only of correctness, sanitizer memcheck"):
         check_results(folder, WANTED)
 
 
@@ -64,7 +65,7 @@ def test_expected_phases_are_those_of_the_check() -> None:
 
 
 def test_failing_command_shows_its_output(tmp_path: Path) -> None:
-    with pytest.raises(RehearsalFailed, match=r"status 3:\nno index"):
+    with pytest.raises(CheckFailed, match=r"status 3:\nno index"):
         run(tmp_path, {}, "bash", "-c", "echo no index >&2; exit 3")
 
 

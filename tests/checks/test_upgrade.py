@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from checks import upgrade
+from checks.steps import CheckFailed
 from checks.upgrade import MAX_REFUSAL_S, NUM_STREAMS, Outcome, judged, other_protocol, protocol, refusal
-from checks.wheel import CheckFailed
 
 TOKENS = [[[1, 2, 3], [4]] for _ in range(NUM_STREAMS)]
 EXPECTED = Outcome(TOKENS, [], 3.0, "", 3.0)

@@ -85,7 +85,7 @@ def test_with_max_in_flight_1_a_request_joins_the_next_step() -> None:
 
 def test_a_client_continues_after_a_refused_request() -> None:
     records = run([Job(0.0, 0, 4000, 200), Job(0.0, 0, 10, 2)], clients=ClosedLoop(1))
-    assert (records.num_too_long, records.num_ended) == (1, 1)
+    assert (records.num_refused, records.num_ended) == (1, 1)
 
 
 # --- the same decisions as a core in a plain loop ---------------------------------------------------------------------

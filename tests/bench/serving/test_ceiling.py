@@ -65,7 +65,6 @@ def test_profiles_and_rounds_are_kept_apart() -> None:
             run_of("quire", 0, "", 0.02), run_of("peer", 0, "", 0.01),
         ],
         "traces": [{"round": index, "profile": "n4", "concurrency": 2, "num_samples": 4} for index in (0, 1)],
-        "pairs": [],
     }  # fmt: skip
     turns = read_turns(results)
     assert [(turn.label, turn.num_samples) for turn in turns] == [("n4", 4), ("n4", 4), ("2", 1)]

@@ -127,10 +127,10 @@ async def test_engines_take_turns_on_the_same_traces_in_alternating_order(sleepe
     assert ratios_by_round(runs) == {"peer": {1: pytest.approx([4.0] * 2), 2: pytest.approx([4.0] * 2)}}
     values = report(runs, INFO)
     assert values["ratios"] == pytest.approx({1: 4.0, 2: 4.0})
-    assert [pair["ratio"] for pair in values["pairs"]] == pytest.approx([4.0] * 4)
-    assert {pair["peer"]["engine"] for pair in values["pairs"]} == {"peer"}
-    places = [(trace["round"], trace["profile"]) for trace in values["traces"]]
-    assert sorted((pair["round"], pair["profile"]) for pair in values["pairs"]) == sorted(places)
+    places = [(trace["concurrency"], trace["round"], trace["profile"]) for trace in values["traces"]]
+    for engine in ("quire", "peer"):
+        own = [run for run in values["runs"] if run["engine"] == engine]
+        assert [(run["concurrency"], run["round"], run["profile"]) for run in own] == places
     assert [(trace["concurrency"], trace["round"]) for trace in values["traces"]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render_table(runs))

@@ -9,9 +9,9 @@ from planning.fit import FittedCost
 from planning.lengths import Lengths
 from planning.records import Records
 from planning.server import Server
-from planning.simulation import Horizon, JobSource, Simulation
+from planning.simulation import Horizon, Simulation
 from planning.summary import Summary, summarize
-from planning.workload import Job, ListedJobs, Source, Tenant
+from planning.workload import Job, JobSource, ListedJobs, Source, Tenant
 from scheduler.core import SchedulerLimits
 from scheduler.core.inspect.step_load import StepLoad
 
