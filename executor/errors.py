@@ -1,11 +1,13 @@
 """Errors of the executor, one for each party that can be to blame."""
 
+from quire import settings
+
 
 class ExecutorError(Exception):
     """Base class of all errors of the executor."""
 
 
-class ConfigError(ExecutorError):
+class ConfigError(ExecutorError, settings.ConfigError):
     """The configuration is wrong: an unknown key, a value out of range, or settings that contradict each other."""
 
 

@@ -22,7 +22,6 @@ from executor.errors import ConfigError
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
 from executor.plans import plan_wire
-from executor.plans.plan import StepPlan
 from executor.plans.plan_size import max_message_bytes
 from executor.stream.peers import PeerCheck
 from executor.stream.servicer import ExecutorServicer
@@ -77,9 +76,9 @@ class Server:
             model.group.watch(lambda: _call_soon(loop, self._lose_device))
         self.metrics = _metrics(model, config.listen_address)
         limits = model.runner.limits
-        self._servicer = ExecutorServicer(
-            self._device, limits, _description(model), self.metrics.observe, _expect(model)
-        )
+        # The grammars of a plan are compiled while it waits for the device.
+        expect = (lambda _: None) if model.grammars is None else model.grammars.expect
+        self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe, expect)
         self._health = HealthService()
         self._server = grpc.aio.server(
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
@@ -220,15 +219,6 @@ def _description(model: LoadedModel) -> pb.DescribeResponse:
         device=str(model.device),
         follows_grammars=model.grammars is not None,
     )
-
-
-def _expect(model: LoadedModel) -> Callable[[StepPlan], None]:
-    """Returns what to do with a plan that arrives: its grammars are compiled while it waits for the device."""
-    return _nothing if model.grammars is None else model.grammars.expect
-
-
-def _nothing(plan: StepPlan) -> None:
-    """Does nothing: without grammars, a plan needs no preparation."""
 
 
 def _metrics(model: LoadedModel, address: str) -> Metrics:

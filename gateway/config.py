@@ -4,25 +4,21 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_args, get_type_hints
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from typing import Any
 
 from gateway.routing.choice import POLICIES
 from gateway.schedulers.schedulers import DEFAULT_MAX_WAIT_S, DEFAULT_MAX_WAITING, DEFAULT_POLICY
 from gateway.tools.formats import FORMATS
 from quire import logs
-from quire.addresses import UNIX, is_address, is_local
+from quire.addresses import is_local
 from quire.channel import DEFAULT_ADDRESS, Connection
+from quire.settings import ConfigError, check_address, check_choice, check_keys, check_types, is_url, names
 from quire.tls import TlsFiles
 from quire.tries import DEFAULT_RESUME_TIMEOUT_S
 
 MAX_BODY_BYTES = 3 * 2**20
 """Upper bound of max_body_bytes: a scheduler accepts messages of 4 MiB."""
-
-
-class ConfigError(Exception):
-    """The configuration is contradictory or has a bad value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +100,16 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         """Checks every field. Raises ConfigError."""
-        types = get_type_hints(type(self))
-        for each in fields(self):
-            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
+        check_types(self)
         for name, choices in (("log_level", logs.LEVELS), ("log_format", logs.FORMATS), ("routing", POLICIES)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
-        if self.tool_format is not None and self.tool_format not in FORMATS:
-            raise ConfigError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
-        _check_address("listen", self.listen, "host:port")
+            check_choice(name, getattr(self, name), choices)
+        if self.tool_format is not None:
+            check_choice("tool_format", self.tool_format, FORMATS)
+        check_address("listen", self.listen, "host:port")
         if self.grpc_listen is not None:
-            _check_address("grpc_listen", self.grpc_listen, "host:port or unix:path")
+            check_address("grpc_listen", self.grpc_listen, "host:port or unix:path")
         for address in self.schedulers:
-            _check_address("scheduler", address, "host:port or unix:path")
+            check_address("scheduler", address, "host:port or unix:path")
         if not self.schedulers or len(set(self.schedulers)) < len(self.schedulers):
             raise ConfigError("scheduler must be different addresses, at least one")
         if self.schedulers_file is not None and self.scheduler != DEFAULT_ADDRESS:
@@ -126,7 +119,7 @@ class GatewayConfig:
                 raise ConfigError(f"{first} and {second} must be given together")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
-        if self.live_page is not None and not _is_url(self.live_page):
+        if self.live_page is not None and not is_url(self.live_page):
             raise ConfigError(f"live_page must be a URL with http or https, not {self.live_page!r}")
         if self.max_body_bytes > MAX_BODY_BYTES:
             raise ConfigError(f"max_body_bytes must be at most {MAX_BODY_BYTES}, not {self.max_body_bytes}")
@@ -139,22 +132,22 @@ class GatewayConfig:
     @property
     def schedulers(self) -> list[str]:
         """The addresses in `scheduler`."""
-        return _names(self.scheduler)
+        return names(self.scheduler)
 
     @property
     def model_names(self) -> list[str]:
         """The names in `served_model_name`."""
-        return _names(self.served_model_name or "")
+        return names(self.served_model_name or "")
 
     @property
     def template_arguments(self) -> frozenset[str]:
         """The names in `chat_template_arguments`."""
-        return frozenset(_names(self.chat_template_arguments))
+        return frozenset(names(self.chat_template_arguments))
 
     @property
     def hosts(self) -> list[str]:
         """The names in `allowed_hosts`."""
-        return _names(self.allowed_hosts)
+        return names(self.allowed_hosts)
 
     @property
     def must_know_callers(self) -> bool:
@@ -178,33 +171,5 @@ class GatewayConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GatewayConfig":
         """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
-            raise ConfigError(f"unknown keys: {', '.join(unknown)}")
+        check_keys(values, cls)
         return cls(**values)
-
-
-def _names(text: str) -> list[str]:
-    return text.replace(",", " ").split()
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
-
-
-def _check_address(name: str, address: str, expected: str) -> None:
-    if not is_address(address) or (address.startswith(UNIX) and UNIX not in expected):
-        raise ConfigError(f"{name} must be {expected}, not {address!r}")
-
-
-def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
-    """Raises ConfigError unless the value has one of `types`. An int is also a float; numbers must be positive."""
-    if not (type(value) in types or (type(value) is int and float in types)):
-        words = " or ".join("absent" if kind is type(None) else kind.__name__ for kind in types)
-        raise ConfigError(f"{name} must be {words}, not {value!r}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be positive and finite, not {value!r}")

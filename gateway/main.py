@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gateway.config import ConfigError, GatewayConfig
+from gateway.config import GatewayConfig
 from gateway.http.server import GatewayServer
 from gateway.schedulers.schedulers import Schedulers
 from gateway.schedulers.schedulers_file import SchedulersFile
@@ -24,6 +24,7 @@ from quire.descriptors import raise_descriptor_limit
 from quire.garbage import collect_rarely
 from quire.log_rate import RateLimit
 from quire.log_writer import put_line
+from quire.settings import ConfigError
 from quire.signals import EndSignals
 from quire.tls import TlsError, TlsFiles, ssl_context
 

@@ -1,19 +1,7 @@
 """Snapshots of the server and of its block pool, as plain values."""
 
-import warnings
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-
-def renamed(old: str, new: str) -> property:
-    """Returns a deprecated attribute that reads the attribute `new`."""
-
-    def read(self: Any) -> int:
-        warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
-        return int(getattr(self, new))
-
-    return property(read, doc=f"Deprecated name of `{new}`.")
 
 
 class ServerState(StrEnum):
@@ -144,10 +132,6 @@ class PoolSummary:
     def waste(self) -> "Waste":
         return Waste(self.num_allocated_token_slots, self.num_used_token_slots)
 
-    num_used_slots = renamed("num_used_slots", "num_used_token_slots")
-    num_wasted_slots = renamed("num_wasted_slots", "num_wasted_token_slots")
-    num_allocated_slots = renamed("num_allocated_slots", "num_allocated_token_slots")
-
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
@@ -201,9 +185,6 @@ class Waste:
         if self.num_allocated_token_slots == 0:
             return 0.0
         return (self.num_allocated_token_slots - self.num_used_token_slots) / self.num_allocated_token_slots
-
-    num_allocated_slots = renamed("num_allocated_slots", "num_allocated_token_slots")
-    num_used_slots = renamed("num_used_slots", "num_used_token_slots")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.block_map import (
     Block,
@@ -36,6 +36,9 @@ from quire.events import (
 from quire.message_fields import GRAMMAR_HOLDER, GRAMMARS, set_field, set_grammar
 from quire.options import GenerateOptions
 from quire.v1 import admin_pb2, generation_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def _option_holders() -> dict[str, str]:
@@ -149,6 +152,7 @@ def _finished(message: generation_pb2.Finished) -> Finished:
 
 
 _E = TypeVar("_E", bound=StrEnum)
+_D = TypeVar("_D", bound="DataclassInstance")
 
 
 def _by_number(enum: Any, values: type[_E], prefix: str) -> dict[int, _E]:
@@ -219,43 +223,19 @@ class CompletionAssembler:
 
 
 def server_info(message: generation_pb2.GetServerInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=message.version,
-        model_name=message.model_name,
-        dtype=message.dtype,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        policy=message.policy,
-        state=_known(_SERVER_STATES, message.state, "server state"),
-    )
+    return _copied(ServerInfo, message, state=_known(_SERVER_STATES, message.state, "server state"))
 
 
 def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
-    return BlockMap(
+    return _copied(
+        BlockMap,
+        message,
         summary=pool_summary(message),
-        block_size=message.block_size,
         blocks=tuple(chain.from_iterable(map(_expanded, message.blocks))),
         sequences=tuple(
-            RunningSequence(
-                request_id=sequence.request_id,
-                index=sequence.index,
-                slot=sequence.slot,
-                num_tokens=sequence.num_tokens,
-                num_computed_tokens=sequence.num_computed_tokens,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                block_table=tuple(sequence.block_table),
-            )
+            _copied(RunningSequence, sequence, block_table=tuple(sequence.block_table))
             for sequence in message.sequences
         ),
-        num_waiting=message.num_waiting,
-        num_waiting_prompt_tokens=message.num_waiting_prompt_tokens,
-        step_id=message.step_id,
-        num_preemptions=message.num_preemptions,
-        num_cow_copies=message.num_cow_copies,
     )
 
 
@@ -280,5 +260,10 @@ def pool_summary(message: admin_pb2.GetBlockMapResponse) -> PoolSummary:
 
 
 def step_trace(message: admin_pb2.GetStepTraceResponse) -> tuple[StepTrace, ...]:
-    names = [field.name for field in fields(StepTrace)]
-    return tuple(StepTrace(**{name: getattr(step, name) for name in names}) for step in message.steps)
+    return tuple(_copied(StepTrace, step) for step in message.steps)
+
+
+def _copied(kind: type[_D], message: Any, **converted: Any) -> _D:
+    """Returns a dataclass with the values of the message's fields of the same names, except those that are given."""
+    names = [field.name for field in fields(kind) if field.name not in converted]
+    return kind(**{name: getattr(message, name) for name in names}, **converted)

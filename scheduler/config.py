@@ -4,16 +4,15 @@ Each setting is declared here, with its help text and its default. `quire.cli.co
 declaration, and `scheduler.engine.options` copies the values that the engine and the core use by name.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from types import NoneType
-from typing import Any, get_args, get_type_hints
-from urllib.parse import urlsplit
+from typing import Any
 
 from quire import logs
 from quire.addresses import FILE, UNIX, is_address, is_local, private_socket
-from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
+from quire.settings import ConfigError, check_address, check_choice, check_keys, check_types, is_url, names
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES
 from scheduler.core.timing.step_budget import MAX_PROMPT_TIME
 
 SIGNATURE_ALGORITHMS = frozenset(
@@ -23,10 +22,6 @@ SIGNATURE_ALGORITHMS = frozenset(
 
 MIN_TARGET_MS = 1.0
 """Smallest target for a step. Below it, steps would hardly take more than one prompt token."""
-
-
-class ConfigError(QuireError):
-    """The configuration is contradictory or has a bad value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +137,24 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Checks every field. Raises ConfigError."""
-        types = get_type_hints(type(self))
-        for each in fields(self):
-            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
+        check_types(self)
         if not self.model:
             raise ConfigError("model must be given")
-        _check_choice("policy", self.policy, POLICIES)
-        _check_choice("batching", self.batching, BATCHING)
-        _check_choice("memory", self.memory, KV_ALLOCATIONS)
-        _check_choice("log_level", self.log_level, logs.LEVELS)
-        _check_choice("log_format", self.log_format, logs.FORMATS)
-        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
+        check_choice("policy", self.policy, POLICIES)
+        check_choice("batching", self.batching, BATCHING)
+        check_choice("memory", self.memory, KV_ALLOCATIONS)
+        check_choice("log_level", self.log_level, logs.LEVELS)
+        check_choice("log_format", self.log_format, logs.FORMATS)
+        if self.otlp_endpoint is not None and not is_url(self.otlp_endpoint):
             raise ConfigError(f"otlp_endpoint must be http://host:port or https://…, not {self.otlp_endpoint!r}")
-        _check_address("listen", self.listen, "host:port or unix:path")
-        _check_address("http_listen", self.http_listen, "host:port")
+        check_address("listen", self.listen, "host:port or unix:path")
+        check_address("http_listen", self.http_listen, "host:port")
         if self.admin_listen is not None:
-            _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
+            check_address("admin_listen", self.admin_listen, "host:port or unix:path")
         if self.local_listen is not None and not (self.local_listen.startswith(UNIX) and is_address(self.local_listen)):
             raise ConfigError(f"local_listen must be unix:path, not {self.local_listen!r}")
         if not self.executor.startswith(FILE):
-            _check_address("executor", self.executor, "host:port, unix:path or file:path")
+            check_address("executor", self.executor, "host:port, unix:path or file:path")
         self._check_target()
         self._check_identity()
         self._check_strangers()
@@ -217,60 +210,25 @@ class SchedulerConfig:
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The names in `jwt_algorithms`."""
-        return tuple(_names(self.jwt_algorithms))
+        return tuple(names(self.jwt_algorithms))
 
     @property
     def template_arguments(self) -> frozenset[str]:
         """The names in `chat_template_arguments`."""
-        return frozenset(_names(self.chat_template_arguments))
+        return frozenset(names(self.chat_template_arguments))
 
     @property
     def allowed_hosts(self) -> list[str]:
         """The names in `http_allowed_hosts`."""
-        return _names(self.http_allowed_hosts)
+        return names(self.http_allowed_hosts)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
         """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
-        unknown = sorted(set(values) - {each.name for each in fields(cls)})
-        if unknown:
-            raise ConfigError(f"unknown keys: {', '.join(unknown)}")
+        check_keys(values, cls)
         if "model" not in values:
             raise ConfigError("model must be given")
         return cls(**values)
 
 
-def _names(text: str) -> list[str]:
-    return text.replace(",", " ").split()
-
-
 _EXECUTOR_TLS = ("executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name")
-
-
-def _check_address(name: str, address: str, expected: str) -> None:
-    if not is_address(address) or (address.startswith(UNIX) and UNIX not in expected):
-        raise ConfigError(f"{name} must be {expected}, not {address!r}")
-
-
-def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
-    """Raises ConfigError unless the value has one of `types`. An int is also a float; numbers must be positive."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_right = type(value) in types or (type(value) is int and float in types)
-    if not is_right:
-        words = " or ".join("absent" if kind is NoneType else kind.__name__ for kind in types)
-        raise ConfigError(f"{name} must be {words}, not {value!r}")
-    if is_number and not 0 < value < float("inf"):  # type: ignore[operator]  # narrowed by is_number
-        raise ConfigError(f"{name} must be positive and finite, not {value!r}")

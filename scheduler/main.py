@@ -18,9 +18,10 @@ from quire.addresses import AddressInUse, AddressUnusable, is_local
 from quire.descriptors import raise_descriptor_limit
 from quire.garbage import collect_rarely
 from quire.log_writer import put_line
+from quire.settings import ConfigError
 from quire.signals import EndSignals
 from quire.tls import TlsError, TlsFiles
-from scheduler.config import ConfigError, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.executor_client import ExecutorClient

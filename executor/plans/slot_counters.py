@@ -1,7 +1,7 @@
 """The state that a plan is checked against: a few integers for each slot."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,15 +43,7 @@ class SlotCounters:
         )
 
     def copy(self) -> "SlotCounters":
-        return SlotCounters(
-            is_admitted=self.is_admitted.copy(),
-            has_ended=self.has_ended.copy(),
-            is_beam=self.is_beam.copy(),
-            num_tokens=self.num_tokens.copy(),
-            num_computed_tokens=self.num_computed_tokens.copy(),
-            num_blocks=self.num_blocks.copy(),
-            row_count=self.row_count.copy(),
-        )
+        return SlotCounters(*(array.copy() for array in self._arrays()))
 
     def clear(self, slots: Ints) -> None:
         for array in self._arrays():
@@ -62,7 +54,8 @@ class SlotCounters:
         for array in self._arrays():
             array[destinations] = array[sources]
 
-    def _arrays(self) -> tuple[NDArray[np.bool_] | Ints, ...]:
+    def _arrays(self) -> tuple[NDArray[Any], ...]:
+        """Returns the fields in the order of their declaration."""
         return (
             self.is_admitted,
             self.has_ended,

@@ -21,15 +21,16 @@ def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[
     types = typing.get_type_hints(config)
     texts = flag_texts(config)
     return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[_plain_type(types[field.name]) | None, _option(field, texts.get(field.name, ""))],
-        )
+        flag(field.name, _plain_type(types[field.name]), _option(field, texts.get(field.name, "")))
         for field in fields(config)
         if field.name not in leave_out
     ]
+
+
+def flag(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """Returns a keyword parameter as typer reads it: None if the flag is not given."""
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def with_defaults(parameters: Iterable[inspect.Parameter], defaults: Mapping[str, Any]) -> list[inspect.Parameter]:

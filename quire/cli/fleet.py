@@ -3,21 +3,20 @@
 import json
 import sys
 import time
-from inspect import Parameter
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from fleet.client import FleetClient, fleet_client
 from fleet.parts import Role
 from fleet.settings import DEFAULT_NAME, FleetSettings
-from fleet.wanted import FleetError, Wanted
+from fleet.wanted import Wanted
 from quire.cli import exit_codes
-from quire.cli.config_flags import flag_parameters, given, with_flags
+from quire.cli.config_flags import flag, flag_parameters, given, with_flags
 from quire.cli.fleet_settings import fleet_settings
 from quire.cli.outcome import fail, reported
-from quire.cli.services import ConfigError
 from quire.log_writer import put_line
+from quire.settings import ConfigError
 
 app = typer.Typer(help="Starts, shows, scales, drains and ends several replicas behind gateways.", no_args_is_help=True)
 
@@ -48,28 +47,17 @@ def up(
             raise ConfigError("min_replicas and max_replicas need target_ttft_ms: without it, quire fleet scale scales")
         values = {"max_replicas": max(replicas, values.get("min_replicas", 1))} | values
         settings = fleet_settings(context.find_root().command, values)
-        try:
-            wanted = Wanted.of(replicas, gateways)
-            client = fleet_client(settings.backend, settings.name, address)
-            is_new = client.up(settings, wanted)
-            status = _until_ready(client, wait_s, is_new=is_new)
-        except FleetError as error:
-            _fail(error)
+        wanted = Wanted.of(replicas, gateways)
+        client = fleet_client(settings.backend, settings.name, address)
+        is_new = client.up(settings, wanted)
+        status = _until_ready(client, wait_s, is_new=is_new)
     addresses = [each["address"] for each in status["parts"] if each["part"].startswith("gateway-")]
     print(f"ready openai={','.join(addresses)} replicas={len(status['wanted']['serving'])}")
 
 
 _UP_FLAGS = [
     *flag_parameters(FleetSettings, leave_out=[f"{role}_flags" for role in Role]),
-    *(
-        Parameter(
-            f"{role}_flags",
-            Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, typer.Option(help=f"further flags of `quire {role}`, in quotes")],
-        )
-        for role in Role
-    ),
+    *(flag(f"{role}_flags", str, typer.Option(help=f"further flags of `quire {role}`, in quotes")) for role in Role),
 ]
 app.command("up")(with_flags(up, _UP_FLAGS))
 
@@ -128,30 +116,20 @@ def down(
 ) -> None:
     """Ends a fleet: gateways first, when their requests have ended, then the replicas."""
     with reported():
-        try:
-            client = fleet_client(backend, name, address)
-            client.ask("down", {"timeout_s": timeout_s})
-            client.until_down(timeout_s + 60.0)
-        except FleetError as error:
-            _fail(error)
+        client = fleet_client(backend, name, address)
+        client.ask("down", {"timeout_s": timeout_s})
+        client.until_down(timeout_s + 60.0)
 
 
 def _asked(name: str, backend: str, address: str, verb: str, **arguments: Any) -> dict[str, Any]:
     with reported():
-        try:
-            return fleet_client(backend, name, address).ask(verb, arguments)
-        except FleetError as error:
-            _fail(error)
+        return fleet_client(backend, name, address).ask(verb, arguments)
 
 
 def _settled(name: str, backend: str, address: str, wait_s: float) -> None:
     """Waits until all wanted replicas serve and those that left are gone."""
     with reported():
-        try:
-            client = fleet_client(backend, name, address)
-            _until_ready(client, wait_s, is_new=False)
-        except FleetError as error:
-            _fail(error)
+        _until_ready(fleet_client(backend, name, address), wait_s, is_new=False)
 
 
 def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[str, Any]:
@@ -198,7 +176,3 @@ def _show(report: dict[str, Any]) -> None:
         print(
             f"{each['part']:<15}{each['state']:<10}{each['age_s']:>6.0f} s{each['num_ends']:>6}{requests:>10}  {where}"
         )
-
-
-def _fail(error: FleetError) -> NoReturn:
-    fail(str(error), error.exit_code)

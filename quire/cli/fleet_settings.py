@@ -6,12 +6,15 @@ from typing import Any
 
 import typer
 
+from executor.config import ExecutorConfig
 from fleet.parts import Role
 from fleet.settings import FleetSettings
+from gateway.config import GatewayConfig
 from quire.cli.config_flags import given
 from quire.cli.service_flags import with_model, with_schedulers
-from quire.cli.services import ConfigError, executor_config, gateway_config, scheduler_config
 from quire.model_path import resolved_model
+from quire.settings import ConfigError
+from scheduler.config import SchedulerConfig
 
 FLEET_FLAGS = {
     Role.EXECUTOR: ("model", "tensor_parallel_size", "listen_address", "metrics_address"),
@@ -61,11 +64,11 @@ def _check(commands: Any, settings: FleetSettings, role: Role) -> None:
     try:
         match role:
             case Role.EXECUTOR:
-                executor_config(with_model(values) | {"listen_address": address})
+                ExecutorConfig.from_dict(with_model(values) | {"listen_address": address})
             case Role.SCHEDULER:
-                scheduler_config(with_model(values) | {"listen": address})
+                SchedulerConfig.from_dict(with_model(values) | {"listen": address})
             case Role.GATEWAY:
-                gateway_config(with_schedulers(values) | {"listen": _gateway_listen(settings.gateway_listen)})
+                GatewayConfig.from_dict(with_schedulers(values) | {"listen": _gateway_listen(settings.gateway_listen)})
     except ConfigError as error:
         raise ConfigError(f"--{role}-flags: {error}") from None
 

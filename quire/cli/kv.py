@@ -25,13 +25,7 @@ def show(client: Client, console: Console) -> None:
 
 def show_json(client: Client, console: Console) -> None:
     """Prints the current block map as one JSON object."""
-    block_map = client.block_map()
-    fields = asdict(block_map)
-    fields["summary"] |= {  # the former names of these numbers
-        "num_used_slots": block_map.summary.num_used_token_slots,
-        "num_wasted_slots": block_map.summary.num_wasted_token_slots,
-    }
-    console.file.write(json.dumps(fields) + "\n")
+    console.file.write(json.dumps(asdict(client.block_map())) + "\n")
 
 
 def watch(client: Client, console: Console, interval_s: float) -> None:

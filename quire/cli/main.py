@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from executor.config import ExecutorConfig
+from executor.parallel.rank_config import RankConfig
+from gateway.config import GatewayConfig
 from planning.settings import DeploymentSettings, SimulateSettings
 from quire.checksums import write_manifest
 from quire.cli import exit_codes
@@ -32,20 +35,17 @@ from quire.cli.service_flags import (
     with_schedulers,
 )
 from quire.cli.services import (
-    executor_config,
-    gateway_config,
-    rank_config,
     run_executor,
     run_gateway,
     run_ranks,
     run_scheduler,
-    scheduler_config,
     service_pair,
 )
 from quire.cli.supervisor import ChildFailed
 from quire.events import ChatMessage, Prompt
 from quire.tries import DEFAULT_RESUME_TIMEOUT_S
 from quire.version import build_version
+from scheduler.config import SchedulerConfig
 
 app = typer.Typer(
     name="quire",
@@ -114,13 +114,13 @@ def serve(**values: Any) -> None:
 def scheduler(**values: Any) -> None:
     """Runs the scheduler alone."""
     with reported():
-        raise typer.Exit(run_scheduler(scheduler_config(with_model(values))))
+        raise typer.Exit(run_scheduler(SchedulerConfig.from_dict(with_model(values))))
 
 
 def executor(**values: Any) -> None:
     """Runs an executor alone."""
     with reported():
-        raise typer.Exit(run_executor(executor_config(with_model(values))))
+        raise typer.Exit(run_executor(ExecutorConfig.from_dict(with_model(values))))
 
 
 def rank(**values: Any) -> None:
@@ -129,7 +129,7 @@ def rank(**values: Any) -> None:
     They join its group again and again, until SIGTERM.
     """
     with reported():
-        raise typer.Exit(run_ranks(rank_config(with_model(values))))
+        raise typer.Exit(run_ranks(RankConfig(**{"join": "", "ranks_key": ""} | with_model(values))))
 
 
 def gateway(**values: Any) -> None:
@@ -138,7 +138,7 @@ def gateway(**values: Any) -> None:
     It calls them with the key in QUIRE_API_KEY, if there is one, and passes on the keys of its clients.
     """
     with reported():
-        raise typer.Exit(run_gateway(gateway_config(with_schedulers(values))))
+        raise typer.Exit(run_gateway(GatewayConfig.from_dict(with_schedulers(values))))
 
 
 app.command()(with_flags(serve, SERVE_FLAGS))

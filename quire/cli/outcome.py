@@ -7,15 +7,16 @@ from typing import NoReturn
 
 import typer
 
+from fleet.wanted import FleetError
 from planning.errors import PlanningError
 from quire.addresses import AddressInUse
 from quire.checksums import ChecksumError
 from quire.cli import exit_codes
-from quire.cli.services import ConfigError
 from quire.cli.supervisor import ChildFailed
 from quire.errors import InvalidRequestError, QuireError
 from quire.log_writer import put_line
 from quire.model_path import ModelNotFound
+from quire.settings import ConfigError
 from quire.tls import TlsError
 from scheduler.identity.key_file import KeyFileError
 
@@ -34,7 +35,7 @@ def reported() -> Iterator[None]:
         fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         fail(str(error), exit_codes.ADDRESS_IN_USE)
-    except ChildFailed as failure:
+    except (ChildFailed, FleetError) as failure:
         fail(str(failure), failure.exit_code)
     except KeyboardInterrupt:
         raise typer.Exit(exit_codes.INTERRUPTED) from None

@@ -17,15 +17,14 @@ from quire.channel import DEFAULT_ADDRESS
 from quire.cli.child import ChildSpec
 from quire.cli.services import (
     GATEWAY_OWN,
-    ConfigError,
     ServicePair,
     chosen_address,
     default_of,
     gateway_child,
-    gateway_config,
     gateway_values,
     service_pair,
 )
+from quire.settings import ConfigError
 from scheduler.config import SchedulerConfig
 
 MAX_REPLICAS = 64
@@ -91,7 +90,7 @@ def replicated_services(values: Mapping[str, Any], num_replicas: int) -> Replica
         "grpc_listen": listen,
     }
     for_gateway |= {name: values[name] for name in _OF_ROUTING if name in values}
-    return ReplicatedServices(pairs, gateway_config(for_gateway), for_gateway)
+    return ReplicatedServices(pairs, GatewayConfig.from_dict(for_gateway), for_gateway)
 
 
 def _replica(values: Mapping[str, Any], name: str, number: int) -> ServicePair:

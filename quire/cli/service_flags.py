@@ -1,8 +1,7 @@
 """The flags of the services, for all commands that start them."""
 
 from dataclasses import fields
-from inspect import Parameter
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -10,7 +9,7 @@ from executor.config import ExecutorConfig
 from executor.parallel.rank_config import RankConfig
 from gateway.config import GatewayConfig
 from quire.channel import DEFAULT_ADDRESS
-from quire.cli.config_flags import flag_parameters, given, with_defaults
+from quire.cli.config_flags import flag, flag_parameters, given, with_defaults
 from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, GATEWAY_OWN, SCHEDULER_HOP, on_free_ports
 from quire.model_path import resolved_model
 from quire.options import flag_texts
@@ -21,14 +20,10 @@ EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
 RANK_FLAGS = flag_parameters(RankConfig)
 GATEWAY_FLAGS = [
     # The only flag that can be given more than once.
-    Parameter(
+    flag(
         "scheduler",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            list[str] | None,
-            typer.Option(help=f"{flag_texts(GatewayConfig)['scheduler']} [default: {DEFAULT_ADDRESS}]"),
-        ],
+        list[str],
+        typer.Option(help=f"{flag_texts(GatewayConfig)['scheduler']} [default: {DEFAULT_ADDRESS}]"),
     ),
     *flag_parameters(GatewayConfig, leave_out={"scheduler"}),
 ]
@@ -39,43 +34,21 @@ SERVICE_FLAGS = [
         SchedulerConfig,
         leave_out={field.name for field in fields(ExecutorConfig)} - EXECUTOR_HOP | SCHEDULER_HOP | GATEWAY_HOP,
     ),
-    Parameter(
-        "gateway",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            bool | None, typer.Option(help="start a gateway, which serves OpenAI's API [default: True]")
-        ],
-    ),
-    Parameter(
-        "gateway_listen",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            str | None, typer.Option(help=f"host:port of the gateway [default: {GatewayConfig().listen}]")
-        ],
-    ),
+    flag("gateway", bool, typer.Option(help="start a gateway, which serves OpenAI's API [default: True]")),
+    flag("gateway_listen", str, typer.Option(help=f"host:port of the gateway [default: {GatewayConfig().listen}]")),
 ]
 SERVE_FLAGS = [
     *SERVICE_FLAGS,
-    Parameter(
+    flag(
         "replicas",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            int | None,
-            typer.Option(min=1, help="schedulers with an executor each, all behind the gateway [default: 1]"),
-        ],
+        int,
+        typer.Option(min=1, help="schedulers with an executor each, all behind the gateway [default: 1]"),
     ),
     *[each for each in flag_parameters(GatewayConfig) if each.name in ("routing", *GATEWAY_OWN)],
 ]
 # For `quire demo`: so small that the whole pool is visible, and that the requests fill the pool and the queue.
 DEMO_DEFAULTS = on_free_ports({"num_blocks": 128, "max_num_seqs": 6})
 DEMO_FLAGS = with_defaults(SERVICE_FLAGS, DEMO_DEFAULTS)
-# For measurements that choose all other values themselves.
-MODEL_FLAGS = flag_parameters(
-    ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
-)
 
 
 def with_schedulers(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from executor.config import ExecutorConfig
-from executor.errors import ConfigError as ExecutorConfigError
 from executor.parallel.rank_config import RankConfig
-from gateway.config import ConfigError as GatewayConfigError
 from gateway.config import GatewayConfig
 from quire.addresses import (
     AddressError,
@@ -21,7 +19,7 @@ from quire.addresses import (
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
 from quire.command import quire_command
-from scheduler.config import ConfigError as SchedulerConfigError
+from quire.settings import ConfigError
 from scheduler.config import SchedulerConfig
 
 # The scheduler connects to the address at which the executor listens, so one flag sets both.
@@ -45,10 +43,6 @@ _GATEWAY_SHARED = (
     *("stalled_reader_timeout_s", "drain_timeout_s", "log_level", "log_format"),
 )
 _STOP_MARGIN_S = 15.0
-
-
-class ConfigError(Exception):
-    """Raised if a service refuses a value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +110,16 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     has_gateway = values.get("gateway", True)
     if has_gateway:
         for_scheduler["local_listen"] = private_socket(f"gateway-{name}")
-    scheduler, executor = scheduler_config(for_scheduler), executor_config(for_executor)
+    scheduler, executor = SchedulerConfig.from_dict(for_scheduler), ExecutorConfig.from_dict(for_executor)
     if not has_gateway:
         for name in GATEWAY_OWN:
             if name in values:
                 raise ConfigError(f"{name} is a setting of the gateway, which is left out")
         return ServicePair(scheduler, executor, for_scheduler, for_executor)
     for_gateway = gateway_values(values, scheduler)
-    return ServicePair(scheduler, executor, for_scheduler, for_executor, gateway_config(for_gateway), for_gateway)
+    return ServicePair(
+        scheduler, executor, for_scheduler, for_executor, GatewayConfig.from_dict(for_gateway), for_gateway
+    )
 
 
 def gateway_values(values: Mapping[str, Any], scheduler: SchedulerConfig) -> dict[str, Any]:
@@ -152,38 +148,6 @@ def chosen_address(name: str, address: str) -> str:
         raise ConfigError(f"{name}: {error}") from None
     except AddressInUse as error:
         raise AddressInUse(f"{name}: {error}") from None
-
-
-def scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:
-    """Returns the checked configuration. Raises ConfigError."""
-    try:
-        return SchedulerConfig.from_dict(values)
-    except SchedulerConfigError as error:
-        raise ConfigError(str(error)) from None
-
-
-def executor_config(values: Mapping[str, Any]) -> ExecutorConfig:
-    """Returns the checked configuration. Raises ConfigError."""
-    try:
-        return ExecutorConfig.from_dict(values)
-    except ExecutorConfigError as error:
-        raise ConfigError(str(error)) from None
-
-
-def rank_config(values: Mapping[str, Any]) -> RankConfig:
-    """Returns the checked configuration. Raises ConfigError."""
-    try:
-        return RankConfig(**{"join": "", "ranks_key": ""} | dict(values))
-    except ExecutorConfigError as error:
-        raise ConfigError(str(error)) from None
-
-
-def gateway_config(values: Mapping[str, Any]) -> GatewayConfig:
-    """Returns the checked configuration. Raises ConfigError."""
-    try:
-        return GatewayConfig.from_dict(values)
-    except GatewayConfigError as error:
-        raise ConfigError(str(error)) from None
 
 
 def run_scheduler(config: SchedulerConfig) -> int:

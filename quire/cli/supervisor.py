@@ -22,7 +22,6 @@ class ChildFailed(Exception):
     def __init__(self, problem: str, last: ChildExit) -> None:
         super().__init__(f"{problem}: {last.last_line}" if last.last_line else problem)
         self.exit_code = last.exit_code
-        self.child_exit = last
 
 
 class Supervisor:

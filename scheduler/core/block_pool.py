@@ -5,12 +5,11 @@ from collections.abc import Iterable
 
 from scheduler.core.errors import InvariantViolation
 
-NULL_BLOCK = 0
-"""The block that is never allocated. The executor writes padding and overrun rows to it."""
-
 
 class BlockPool:
     """Blocks `1 … num_blocks - 1`, each free (ref_count 0) or referenced.
+
+    Block 0, the null block, is never allocated. The executor writes padding and overrun rows to it.
 
     The free queue is ordered by reuse: its front is handed out first. A freed block that is in the prefix index goes to
     the back, so the queue is an LRU over cached blocks. Any other block goes to the front, so that it is reused before

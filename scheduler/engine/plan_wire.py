@@ -5,7 +5,7 @@ Integers travel as packed little-endian int32, so that no message holds a Python
 
 from array import array
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from sys import byteorder
 from typing import Any
 
@@ -56,22 +56,8 @@ class ExecutorDescription:
 
 
 def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
-    return ExecutorDescription(
-        model_name=message.model_name,
-        dtype=message.dtype,
-        device=message.device,
-        vocab_size=message.vocab_size,
-        max_model_len=message.max_model_len,
-        block_size=message.block_size,
-        num_blocks=message.num_blocks,
-        max_num_seqs=message.max_num_seqs,
-        max_num_batched_tokens=message.max_num_batched_tokens,
-        weights_digest=message.weights_digest,
-        incarnation=message.incarnation,
-        protocol_version=message.protocol_version,
-        least_protocol_version=message.least_protocol_version,
-        features=tuple(message.features),
-    )
+    values = {field.name: getattr(message, field.name) for field in fields(ExecutorDescription)}
+    return ExecutorDescription(**values | {"features": tuple(message.features)})
 
 
 def encode_plan(plan: StepPlan, lease: int) -> pb.StepPlan:

@@ -11,7 +11,7 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jwt
 
@@ -51,16 +51,6 @@ TokenKeys = dict[str | None, TokenKey]
 """Keys by their ids; a key without an id has None."""
 
 
-class TokenKeySource(Protocol):
-    """Provides the keys."""
-
-    async def current(self) -> TokenKeys:
-        """Returns the keys; the same object as long as they have not changed."""
-
-    async def refreshed(self) -> TokenKeys:
-        """Returns the keys after looking for new ones, for a token whose key is not known."""
-
-
 class FileKeys:
     """Keys in a file, which is read again when it changes."""
 
@@ -69,6 +59,7 @@ class FileKeys:
         self._file = WatchedFiles([path], lambda: _keys_in_file(path), _FILE_INTERVAL_S)
 
     async def current(self) -> TokenKeys:
+        """Returns the keys; the same object as long as they have not changed."""
         return self._file.get()
 
     async def refreshed(self) -> TokenKeys:
@@ -90,6 +81,7 @@ class UrlKeys:
         self._fetching: asyncio.Task[None] | None = None
 
     async def current(self) -> TokenKeys:
+        """Returns the keys; the same object as long as they have not been fetched again."""
         age_s = time.monotonic() - self._fetched_s
         if age_s > REFRESH_AGE_S and self._may_fetch:
             fetching = self._fetch_soon()
@@ -98,6 +90,7 @@ class UrlKeys:
         return self._keys
 
     async def refreshed(self) -> TokenKeys:
+        """Returns the keys after looking for new ones, for a token whose key is not known."""
         if self._may_fetch:
             await asyncio.shield(self._fetch_soon())
         return self._keys

@@ -19,7 +19,7 @@ from scheduler.identity.token_keys import FileKeys, UrlKeys
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from scheduler.identity.token_keys import TokenKey, TokenKeys, TokenKeySource
+    from scheduler.identity.token_keys import TokenKey, TokenKeys
 
 _LEEWAY_S = 30.0
 """Difference that the clocks of the issuer and the scheduler may have."""
@@ -53,7 +53,7 @@ class TokenVerifier:
         """Raises TokenKeysError."""
         self._settings = settings
         is_url = settings.keys.startswith(("https://", "http://"))
-        self._source: TokenKeySource = UrlKeys(settings.keys) if is_url else FileKeys(settings.keys)
+        self._source: UrlKeys | FileKeys = UrlKeys(settings.keys) if is_url else FileKeys(settings.keys)
         self._keys: TokenKeys = {}
         self._verified: dict[bytes, tuple[Identity, float]] = {}
 

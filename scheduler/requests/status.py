@@ -5,9 +5,11 @@ BadRequest for an invalid request and RetryInfo for a full queue. QuotaFailure b
 one of the client's tenant.
 """
 
+import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any as AnyType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,6 +19,7 @@ from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from quire.garbage import drop_frames
+from quire.unexpected import unexpected
 from scheduler.core import (
     CapacityExceeded,
     InvalidRequest,
@@ -26,6 +29,11 @@ from scheduler.core import (
     TenantLimitReached,
     Unavailable,
 )
+
+Context = grpc.aio.ServicerContext[AnyType, AnyType]
+_T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
 
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 512
@@ -64,8 +72,21 @@ class OtherModel(QuireError):
     """The stream that a request resumes was begun by another model, or with other weights."""
 
 
+class BadMessage(QuireError):
+    """A message may take long to parse, or cannot be parsed. The text says why.
+
+    first_number  the value of the message's first field if that is a number with field number 1; otherwise None. It
+                  identifies the stream of a GenerateManyRequest
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.first_number: int | None = None
+
+
 CODES: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    BadMessage: grpc.StatusCode.INVALID_ARGUMENT,
     GrammarFailed: grpc.StatusCode.INVALID_ARGUMENT,
     CapacityExceeded: grpc.StatusCode.OUT_OF_RANGE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -112,11 +133,28 @@ def status_of(error: BaseException) -> RpcStatus:
     return RpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
 
 
-async def abort(context: grpc.aio.ServicerContext[AnyType, AnyType], error: BaseException) -> NoReturn:
+async def abort(context: Context, error: BaseException) -> NoReturn:
     """Ends a call with the status of an error."""
     status = status_of(error)
     drop_frames(error)
     await context.abort(status.code, status.message, status.trailers)
+
+
+async def or_abort(work: Awaitable[_T], context: Context, name: str = "request") -> _T:
+    """Returns what the work returns, or ends the call with the status of its error. Cancellation passes through.
+
+    name  name of the work in the log, if it fails because of a bug
+    """
+    try:
+        return await work
+    except QuireError as error:
+        failure: Exception = error
+    except Exception as error:
+        log.exception(f"a {name} failed because of a bug")
+        unexpected("request")
+        failure = error
+    await abort(context, failure)
+    raise failure  # `abort` raises, which ruff cannot know
 
 
 def _details(error: BaseException) -> list[Any]:

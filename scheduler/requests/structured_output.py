@@ -16,7 +16,6 @@ GROUP = "structured_output"
 
 CHOICE = f"{GROUP}.choice.texts"
 
-TEXT_KINDS = ("json_schema", "regex", "lark")
 KINDS = {"json_schema": f"{GROUP}.json_schema", "json_object": f"{GROUP}.json_object", "regex": f"{GROUP}.regex",
          "choice": CHOICE, "lark": f"{GROUP}.lark"}  # fmt: skip
 """The path of each kind of grammar."""

@@ -14,10 +14,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from quire.v1 import generation_pb2 as pb
+from scheduler.requests.status import BadMessage
 from scheduler.telemetry.limits import MESSAGE_FIELDS, limited
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -34,18 +35,6 @@ _CHEAP_BYTES = 1 << 14
 _VARINT, _FIXED64, _LENGTH, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
 _MAX_DEPTH = 6
 _MORE = 0x80  # set in every byte of a varint but the last
-
-
-class BadMessage(Exception):
-    """A message may take long to parse, or cannot be parsed. The text says why.
-
-    first_number  the value of the message's first field if that is a number with field number 1; otherwise None. It
-                  identifies the stream of a GenerateManyRequest
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.first_number: int | None = None
 
 
 class _Malformed(Exception):
@@ -75,8 +64,8 @@ def check_size(data: bytes) -> None:
 class BoundedMessages(grpc.aio.ServerInterceptor):
     """Refuses costly requests, and bytes that are no request, with INVALID_ARGUMENT.
 
-    A method of `requests` that receives a stream finds a BadMessage in the place of such a message, and decides
-    itself.
+    It has to stand directly under `ReadRequests`, which parses the requests and ends the call with the error. A method
+    of `requests` that receives a stream finds a BadMessage in the place of such a message, and decides itself.
     """
 
     def __init__(self, requests: Mapping[str, Descriptor]) -> None:
@@ -98,41 +87,22 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
                     check_size(data)
                 else:
                     check_cost(data, message)
-            except BadMessage as error:
+            except BadMessage:
                 limited(MESSAGE_FIELDS)
-                return error
+                raise
             try:
                 return handler.request_deserializer(data)
             except DecodeError:
-                return BadMessage("the message cannot be parsed")
+                raise BadMessage("the message cannot be parsed") from None
 
-        kind = next(kind for kind in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, kind))
-        behaviour = getattr(handler, kind)
+        def parse_or_explain(data: bytes) -> object:
+            try:
+                return parse_if_cheap(data)
+            except BadMessage as error:
+                return error
 
-        async def serve_if_parsed(request: object, context: Any) -> Any:
-            await _abort_if_bad(request, context)
-            return await behaviour(request, context)
-
-        async def serve_parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
-            async for response in behaviour(_parsed(requests, context), context):
-                yield response
-
-        bounded = handler._replace(request_deserializer=parse_if_cheap)
-        if not handler.request_streaming:
-            return bounded._replace(**{kind: serve_if_parsed})
-        return bounded if message is not None else bounded._replace(stream_stream=serve_parsed)
-
-
-async def _parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
-    """Yields the requests of a stream, and aborts the call at a bad one."""
-    async for request in requests:
-        await _abort_if_bad(request, context)
-        yield request
-
-
-async def _abort_if_bad(request: object, context: Any) -> None:
-    if isinstance(request, BadMessage):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+        decides_itself = handler.request_streaming and message is not None
+        return handler._replace(request_deserializer=parse_or_explain if decides_itself else parse_if_cheap)
 
 
 class _FieldCounter:

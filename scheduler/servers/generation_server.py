@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
-from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from quire.version import build_version
@@ -15,7 +13,7 @@ from scheduler.engine.engine import ServerState
 from scheduler.identity.identity import CALLER
 from scheduler.identity.permissions import METHODS
 from scheduler.requests.request_fields import RequestFields
-from scheduler.requests.status import abort
+from scheduler.requests.status import abort, or_abort
 from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
 from scheduler.servers.access import Access
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from scheduler.requests.intake import Intake
 
     Context = grpc.aio.ServicerContext[Any, Any]
-
-log = logging.getLogger(__name__)
 
 _SIZES = METHODS["/quire.v1.Admin/GetStepTrace"]
 """Roles that may know the sizes of all requests."""
@@ -76,18 +72,11 @@ class GenerationServer(GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Maps errors to statuses (`scheduler.requests.status`); cancellation passes through to gRPC."""
-        try:
-            async with self._intake.open(read_fields(request), _caller(context), _deadline_s(context)) as stream:
-                await deliver(stream, context.write, self.stalled_reader_timeout_s)
-        except QuireError as error:
-            failure: Exception = error
-        except Exception as error:
-            log.exception("a request failed because of a bug")
-            unexpected("request")
-            failure = error
-        else:
-            return
-        await abort(context, failure)
+        await or_abort(self._generate(request, context), context)
+
+    async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        async with self._intake.open(read_fields(request), _caller(context), _deadline_s(context)) as stream:
+            await deliver(stream, context.write, self.stalled_reader_timeout_s)
 
     async def GenerateMany(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context
@@ -102,18 +91,9 @@ class GenerationServer(GenerationServicer):
         streams = ManyStreams(opener, self._share, self.stalled_reader_timeout_s, MAX_STREAMS)
         self._calls_of_many.add(streams)
         try:
-            await streams.serve(request_iterator, context.write)
-        except QuireError as error:
-            failure: Exception = error
-        except Exception as error:
-            log.exception("a call failed because of a bug")
-            unexpected("request")
-            failure = error
-        else:
-            return
+            await or_abort(streams.serve(request_iterator, context.write), context, "call")
         finally:
             self._calls_of_many.discard(streams)
-        await abort(context, failure)
 
     def stop(self) -> None:
         """Has the calls of GenerateMany end when their streams have ended."""

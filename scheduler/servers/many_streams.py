@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError, Unavailable
+from scheduler.requests.status import BadMessage
 from scheduler.requests.write_timeout import WriteTimeout
-from scheduler.servers.bounded_messages import BadMessage
 from scheduler.servers.stream_of_many import StreamOfMany
 from scheduler.telemetry.limits import STREAMS_OF_A_CALL, limited
 

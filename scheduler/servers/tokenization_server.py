@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.unexpected import unexpected
 from quire.v1 import tokenization_pb2 as pb
 from quire.v1.tokenization_pb2_grpc import TokenizationServicer
-from scheduler.core import CapacityExceeded, QuireError
+from scheduler.core import CapacityExceeded
 from scheduler.identity.identity import CALLER
-from scheduler.requests.status import abort
+from scheduler.requests.status import or_abort
 from scheduler.servers.generation_server import read_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any, TypeVar
+    from typing import Any
 
     import grpc
 
     from scheduler.requests.intake import Intake
 
     Context = grpc.aio.ServicerContext[Any, Any]
-    T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 MAX_TOKENS_WITH_BYTES = 1 << 14
 """The bytes of so many tokens are looked up in 5 ms, during which the event loop cannot run."""
@@ -40,7 +34,7 @@ class TokenizationServer(TokenizationServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Fails as Generate does with a prompt that is not valid or too long."""
         adds_special_tokens = not request.HasField("add_special_tokens") or request.add_special_tokens
-        return await _or_abort(self._tokenize(request, adds_special_tokens), context)
+        return await or_abort(self._tokenize(request, adds_special_tokens), context)
 
     async def _tokenize(self, request: pb.TokenizeRequest, adds_special_tokens: bool) -> pb.TokenizeResponse:
         tenant, tokenizer = CALLER.get().tenant, self._intake.model.tokenizer
@@ -55,7 +49,7 @@ class TokenizationServer(TokenizationServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
         """Fails with INVALID_ARGUMENT for ids that the model lacks."""
-        text = await _or_abort(self._intake.detokenize(read_fields(request), CALLER.get().tenant), context)
+        text = await or_abort(self._intake.detokenize(read_fields(request), CALLER.get().tenant), context)
         return pb.DetokenizeResponse(text=text)
 
     async def GetTokenizerInfo(  # noqa: N802
@@ -68,16 +62,3 @@ class TokenizationServer(TokenizationServicer):
             eos_token_ids=model.defaults.eos_token_ids,
             chat_template=None if model.chat is None else model.chat.template,
         )
-
-
-async def _or_abort(work: Coroutine[None, None, T], context: Context) -> T:
-    try:
-        return await work
-    except QuireError as error:
-        failure: Exception = error
-    except Exception as error:
-        log.exception("a request failed because of a bug")
-        unexpected("request")
-        failure = error
-    await abort(context, failure)
-    raise failure  # `abort` raises, which mypy cannot know

@@ -24,22 +24,16 @@ TEXT, BAD_FIELD = b"t", b"f"
 
 @dataclass(frozen=True, slots=True)
 class ChatLimits:
-    """Limits of one render, and of the messages that wait for one.
+    """Limits of one render.
 
-    max_text_bytes                   size of the rendered text, before control tokens are replaced by stand-ins
-    max_render_s                     processor time, including the compilation of the template
-    max_memory_bytes                 address space of each process that renders
-    large_characters                 chats of more characters do not use all processes
-    max_pending_characters           characters of all waiting messages; more are refused with QueueFull
-    max_tenant_pending_characters    the same for each tenant
+    max_text_bytes     size of the rendered text, before control tokens are replaced by stand-ins
+    max_render_s       processor time, including the compilation of the template
+    max_memory_bytes   address space of each process that renders
     """
 
     max_text_bytes: int = 2 * 2**20
     max_render_s: float = 2.0
     max_memory_bytes: int = 2**30
-    large_characters: int = 64 * 2**10
-    max_pending_characters: int = 64 * 2**20
-    max_tenant_pending_characters: int = 16 * 2**20
 
 
 def load_template(checkpoint: Checkpoint) -> str | None:
@@ -78,13 +72,7 @@ class ChatRenderer:
             "max_render_s": self._limits.max_render_s,
             "max_memory_bytes": self._limits.max_memory_bytes,
         }
-        turns = Turns(
-            NUM_WORKERS,
-            large=self._limits.large_characters,
-            max_size=self._limits.max_pending_characters,
-            max_size_of_a_tenant=self._limits.max_tenant_pending_characters,
-            spares_slots=True,
-        )
+        turns = Turns.of_texts(NUM_WORKERS, spares_slots=True)
         self._workers = WorkerPool("chat_worker", settings, turns, NUM_WORKERS)
 
     async def start(self) -> None:

@@ -38,21 +38,15 @@ _OUT_OF_STACK = -signal.SIGSEGV
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits of compilations, of those that wait, and of the cache.
+    """Limits of compilations, and of the cache.
 
-    max_s                      processor time of one grammar
-    max_memory_bytes           address space of each process, in addition to the vocabulary
-    large_characters           larger definitions do not use all processes
-    max_pending_characters     definitions of all grammars that wait; more are refused with QueueFull
-    max_tenant_pending_characters   the same for each tenant
-    max_cache_bytes            results that are kept; the last used ones stay
+    max_s              processor time of one grammar
+    max_memory_bytes   address space of each process, in addition to the vocabulary
+    max_cache_bytes    results that are kept; the last used ones stay
     """
 
     max_s: float = 0.3
     max_memory_bytes: int = 512 * 2**20
-    large_characters: int = 64 * 2**10
-    max_pending_characters: int = 64 * 2**20
-    max_tenant_pending_characters: int = 16 * 2**20
     max_cache_bytes: int = 16 * 2**20
 
 
@@ -105,13 +99,7 @@ class GrammarCompiler:
             "max_s": self._limits.max_s,
             "max_memory_bytes": self._limits.max_memory_bytes,
         }
-        turns = Turns(
-            NUM_WORKERS,
-            large=self._limits.large_characters,
-            max_size=self._limits.max_pending_characters,
-            max_size_of_a_tenant=self._limits.max_tenant_pending_characters,
-            spares_slots=True,
-        )
+        turns = Turns.of_texts(NUM_WORKERS, spares_slots=True)
         self._workers = WorkerPool("grammar_worker", settings, turns, NUM_WORKERS)
         self._cache = GrammarCache(self._limits.max_cache_bytes)
         self._running: dict[bytes, asyncio.Task[CompiledGrammar]] = {}

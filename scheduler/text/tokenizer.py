@@ -9,7 +9,6 @@ many tokens is refused before it is encoded if its length proves it (`scheduler.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -42,29 +41,10 @@ T = TypeVar("T")
 Encode = Callable[[FastTokenizer, str, int | None], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerLimits:
-    """Limits of a tokenizer.
-
-    large_characters                 texts of more characters do not use all threads
-    max_pending_characters           characters of all texts in threads or waiting; more are refused with QueueFull
-    max_tenant_pending_characters    the same for each tenant
-    """
-
-    large_characters: int = 64 * 2**10
-    max_pending_characters: int = 64 * 2**20
-    max_tenant_pending_characters: int = 16 * 2**20
-
-
 class Tokenizer:
     """The tokenizer of one checkpoint. Used from one event loop."""
 
-    def __init__(
-        self,
-        tokenizer: FastTokenizer,
-        special_tokens: dict[str, str] | None = None,
-        limits: TokenizerLimits | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: FastTokenizer, special_tokens: dict[str, str] | None = None) -> None:
         # Some checkpoints were saved with the truncation or padding that was used in training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -75,13 +55,7 @@ class Tokenizer:
         self._whole_vocabulary = Vocabulary(tokenizer, shows_special_tokens=True)
         self._chat = ChatEncoder(tokenizer)
         self._bound, self._chat_bound = TextBound(tokenizer), TextBound(self._chat.tokenizer)
-        limits = limits or TokenizerLimits()
-        self._turns = Turns(
-            NUM_THREADS,
-            large=limits.large_characters,
-            max_size=limits.max_pending_characters,
-            max_size_of_a_tenant=limits.max_tenant_pending_characters,
-        )
+        self._turns = Turns.of_texts(NUM_THREADS)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-tokenize")
 
     @classmethod

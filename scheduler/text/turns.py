@@ -5,6 +5,15 @@ from collections import Counter, deque
 
 from scheduler.core.errors import QueueFull
 
+LARGE_CHARACTERS = 64 * 2**10
+"""A text of more characters does not use all threads or processes."""
+
+MAX_PENDING_CHARACTERS = 64 * 2**20
+"""Most characters of all texts that one tokenizer, renderer or compiler has taken; more are refused with QueueFull."""
+
+MAX_TENANT_PENDING_CHARACTERS = 16 * 2**20
+"""The same for each tenant."""
+
 
 class Turns:
     """Gives out a fixed number of slots. Used from one event loop.
@@ -38,6 +47,17 @@ class Turns:
         self._sizes: Counter[str] = Counter()
         self.size = 0
         """Size of all tasks that run or wait."""
+
+    @classmethod
+    def of_texts(cls, num_slots: int, *, spares_slots: bool = False) -> "Turns":
+        """Returns turns for texts, whose sizes are numbers of characters or token ids."""
+        return cls(
+            num_slots,
+            large=LARGE_CHARACTERS,
+            max_size=MAX_PENDING_CHARACTERS,
+            max_size_of_a_tenant=MAX_TENANT_PENDING_CHARACTERS,
+            spares_slots=spares_slots,
+        )
 
     async def take(self, tenant: str, size: int) -> "Turn":
         """Returns when the task may run; `Turn.end` gives the slot back. Raises QueueFull if too much waits already."""

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ConfigError, GatewayConfig
+from gateway.config import GatewayConfig
+from quire.settings import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -152,14 +152,3 @@ def test_an_ascii_terminal_gets_ascii_cells() -> None:
     Console(file=out, width=20).print(PoolGrid(pool, RequestColours()))
     out.seek(0)
     assert out.read().splitlines()[0] == ".o#%"
-
-
-def test_former_names_of_token_slots_are_deprecated() -> None:
-    summary = block_map([ACTIVE, SHARED]).summary
-    for old, value in (("num_used_slots", 6), ("num_wasted_slots", 2), ("num_allocated_slots", 8)):
-        with pytest.warns(
-            DeprecationWarning, match=f"{old} is deprecated: use {old.replace('_slots', '_token_slots')}"
-        ):
-            assert getattr(summary, old) == value
-    with pytest.warns(DeprecationWarning, match="num_used_slots"):
-        assert summary.waste.num_used_slots == 6

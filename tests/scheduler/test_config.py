@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from quire.addresses import HostPort
-from scheduler.config import ConfigError, SchedulerConfig
+from quire.settings import ConfigError
+from scheduler.config import SchedulerConfig
 from scheduler.core import Request, SchedulerLimits, SequenceParams, StepCosts, StepResult
 from scheduler.core.baselines.batching import ClosedBatch
 from scheduler.engine.model_description import ModelDescription

@@ -14,8 +14,9 @@ from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
 from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
-from quire.cli.services import EXECUTOR_HOP, GATEWAY_OWN, SCHEDULER_HOP, ConfigError, on_free_ports, service_pair
+from quire.cli.services import EXECUTOR_HOP, GATEWAY_OWN, SCHEDULER_HOP, on_free_ports, service_pair
 from quire.options import GenerateOptions, field_texts
+from quire.settings import ConfigError
 from scheduler.config import SchedulerConfig
 
 CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig, GatewayConfig])

@@ -17,7 +17,7 @@ from quire.cli.demo import perform
 from quire.cli.demo_scenes import SCENES, Scene
 from quire.cli.demo_view import Readings, live_view
 from quire.cli.main import app
-from quire.cli.services import ConfigError
+from quire.settings import ConfigError
 from quire.v1 import admin_pb2, generation_pb2
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, started
 

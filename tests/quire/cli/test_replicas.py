@@ -7,7 +7,8 @@ import pytest
 from quire.addresses import AddressInUse, with_port
 from quire.cli import replicas
 from quire.cli.replicas import replicated_services
-from quire.cli.services import ConfigError, on_free_ports
+from quire.cli.services import on_free_ports
+from quire.settings import ConfigError
 
 MODEL = "models/tiny"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.core import InvariantViolation
-from scheduler.core.block_pool import NULL_BLOCK, BlockPool
+from scheduler.core.block_pool import BlockPool
 
 
 def take_all(pool: BlockPool) -> list[int]:
@@ -15,7 +15,7 @@ def test_a_new_pool_hands_out_its_blocks_in_order_and_never_the_null_block() -> 
     assert pool.num_usable_blocks == pool.num_free_blocks == 4
     assert take_all(pool) == [1, 2, 3, 4]
     assert pool.ref_counts == [0, 1, 1, 1, 1]
-    assert NULL_BLOCK not in pool.free_blocks()
+    assert 0 not in pool.free_blocks()
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 0, 1])
@@ -48,7 +48,7 @@ def test_releasing_too_often_violates_an_invariant() -> None:
     with pytest.raises(InvariantViolation, match="more often"):
         pool.release(block, findable=False)
     with pytest.raises(InvariantViolation, match="more often"):
-        pool.release(NULL_BLOCK, findable=False)
+        pool.release(0, findable=False)
 
 
 def test_the_free_queue_is_the_lru_of_findable_blocks() -> None:

@@ -16,9 +16,12 @@ from quire.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add
 from quire.v1.replica_pb2_grpc import ReplicaStub
 from scheduler.identity.permissions import METHODS
 from scheduler.requests.limits import RequestLimits
+from scheduler.requests.status import BadMessage
 from scheduler.servers import bounded_messages
-from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BadMessage, BoundedMessages, check_cost
+from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, check_cost
 from scheduler.servers.grpc_server import GENERATE
+from scheduler.servers.read_requests import ReadRequests
+from scheduler.servers.request_places import RequestPlaces
 from scheduler.telemetry.limits import MESSAGE_FIELDS
 from tests.scheduler.servers.test_grpc_access import ADMIN as METHODS_OF_ADMIN
 from tests.scheduler.servers.test_grpc_access import PUBLIC as METHODS_OF_PUBLIC
@@ -142,7 +145,8 @@ async def test_the_client_is_told_and_the_service_is_not_called() -> None:
             called.append(request.ByteSize())
             await context.write(pb.GenerateResponse())
 
-    server = grpc.aio.server(interceptors=[BoundedMessages({GENERATE: pb.GenerateRequest.DESCRIPTOR})])
+    bounded = BoundedMessages({GENERATE: pb.GenerateRequest.DESCRIPTOR})
+    server = grpc.aio.server(interceptors=[ReadRequests(RequestPlaces(), 60), bounded])
     add_GenerationServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

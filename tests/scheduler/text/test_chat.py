@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
-from scheduler.text import workers
+from scheduler.text import turns, workers
 from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
 from scheduler.text.chat_messages import Chat, ChatMessage
 from scheduler.text.checkpoint import Checkpoint
@@ -165,8 +165,9 @@ async def test_large_chat_is_rendered() -> None:
     assert len(await render("{% for m in messages %}{{ m.content }}{% endfor %}", chat)) == 2_000_000
 
 
-async def test_waiting_chats_are_limited() -> None:
-    renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=200))
+async def test_waiting_chats_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_PENDING_CHARACTERS", 200)
+    renderer = ChatRenderer("{{ messages[0].content }}", {})
     tasks = [asyncio.create_task(renderer.render(Chat([ChatMessage("user", "x" * 10)]))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from scheduler.core import QueueFull, Unavailable
+from scheduler.text import turns
 from scheduler.text.grammars import MEMORY, TIME, CompiledGrammar
 from tests.support.scheduler.grammar_rig import SLOW, MakeCompiler, compile_text, worker_pids
 
@@ -153,8 +154,11 @@ async def test_a_tenant_with_many_slow_grammars_does_not_starve_another(make_com
     await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_waiting_grammars_are_limited_by_tenant(make_compiler: MakeCompiler) -> None:
-    compiler = make_compiler(max_tenant_pending_characters=3 * 4096)
+async def test_waiting_grammars_are_limited_by_tenant(
+    make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "MAX_TENANT_PENDING_CHARACTERS", 3 * 4096)
+    compiler = make_compiler()
     tasks = [asyncio.create_task(compile_text(compiler, "regex", f"a{i}")) for i in range(10)]
     other = asyncio.create_task(compile_text(compiler, "regex", "a", tenant="b"))
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,16 +10,18 @@ from tokenizers import models, pre_tokenizers
 
 from scheduler.core import CapacityExceeded, InvalidRequest, QueueFull
 from scheduler.text import tokenizer as tokenizer_module
+from scheduler.text import turns
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
-from scheduler.text.tokenizer import Tokenizer, TokenizerLimits
+from scheduler.text.tokenizer import Tokenizer
 from tests.support.waiting import until
 
 LONG = "hello fox " * 1000
 
 
 @pytest.fixture
-def tokenizer(byte_level: FastTokenizer) -> Iterator[Tokenizer]:
-    tokenizer = Tokenizer(byte_level, limits=TokenizerLimits(max_pending_characters=25_000))
+def tokenizer(byte_level: FastTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tokenizer]:
+    monkeypatch.setattr(turns, "MAX_PENDING_CHARACTERS", 25_000)
+    tokenizer = Tokenizer(byte_level)
     yield tokenizer
     tokenizer.close()
 
