@@ -28,6 +28,7 @@ def check_types(config: Any) -> None:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Raises ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -53,6 +54,7 @@ def is_url(text: str) -> bool:
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    """Raises ConfigError unless the value has one of the types, and is positive and finite if it is a number."""
     if not (type(value) in types or (type(value) is int and float in types)):
         words = " or ".join("absent" if kind is NoneType else kind.__name__ for kind in types)
         raise ConfigError(f"{name} must be {words}, not {value!r}")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import HttpVersion11, web
@@ -182,16 +182,19 @@ class GenerationHandler:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Counts a request while it is open. Raises ApiError if it cannot be served now."""
-        try:
-            with self.requests.counted(), self._metrics.open_requests.track_inprogress():
+        with ExitStack() as open_request:
+            try:
+                open_request.enter_context(self.requests.counted())
+            except UnavailableError as error:
+                raise unavailable(error.message) from None
+            except QueueFullError as error:
+                raise from_quire_error(error, {}) from None
+            open_request.enter_context(self._metrics.open_requests.track_inprogress())
+            try:
                 yield
-        except UnavailableError as error:
-            raise unavailable(error.message) from None
-        except QueueFullError as error:
-            raise from_quire_error(error, {}) from None
-        except asyncio.CancelledError:
-            self._metrics.disconnects.inc()
-            raise
+            except asyncio.CancelledError:
+                self._metrics.disconnects.inc()
+                raise
 
 
 class _ChunkWriter:

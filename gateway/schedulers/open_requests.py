@@ -6,12 +6,11 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gateway.schedulers.waiting import RETRY_AFTER_S
 from quire.errors import QueueFullError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-RETRY_AFTER_S = 1.0
 
 
 class OpenRequests:

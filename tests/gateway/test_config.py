@@ -34,6 +34,7 @@ from quire.settings import ConfigError
         {"live_page": "javascript:alert(1)"},
         {"live_page": "127.0.0.1:8080"},
         {"live_page": "http://[x"},
+        {"live_page": "http://a:0"},
         {"nothing": 1},
     ],
 )
