@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
 from gateway.api.responses import LOGPROBS, NEUTRAL, parse_response
+from gateway.api.responses_answer import ResponseChunks, Settings
 from quire.v1 import generation_pb2 as pb
+from tests.support.gateway.fake_scheduler import finished, logprob, started
 
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
 
@@ -141,3 +144,32 @@ def test_empty_instructions_are_no_message() -> None:
 )
 def test_what_the_answer_could_not_repeat_is_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
+
+
+@pytest.mark.parametrize(
+    "deltas",
+    [
+        [("a", [b"a"]), ("b", [b"b"])],
+        [("ab", [b"a", b"b"]), ("", [b"</s>"])],  # EOS has no text
+        [("", [b"\xc3"]), ("é", [b"\xa9"]), ("b", [b"b"])],  # parts of a character wait for its last one
+        [("a", [b"a"]), ("", [b"\xc3"])],  # which does not come
+        [("", [b"\xc3"])],
+        [],
+    ],
+)
+def test_a_stream_gives_the_log_probabilities_of_every_token_once(deltas: list[tuple[str, list[bytes]]]) -> None:
+    chunks = ResponseChunks(Head("resp_1", "m", 0), Settings(has_logprobs=True, repeated={}))
+    messages = [started()]
+    for text, tokens in deltas:
+        entries = [logprob(1, -0.5, token) for token in tokens]
+        messages.append(pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=[1] * len(tokens), logprobs=entries)))
+    messages.append(finished(0, 1))
+    stream = "".join([*(chunks.encode(0, message) for message in messages), chunks.end()])
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
+    parts = [event for event in events if event["type"] == "response.output_text.delta"]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    expected = [list(token) for _, tokens in deltas for token in tokens]
+    assert [each["bytes"] for part in parts for each in part["logprobs"]] == expected
+    assert [each["bytes"] for each in done["logprobs"]] == expected
+    assert [each["bytes"] for each in chunks.body()["output"][0]["content"][0]["logprobs"]] == expected
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
