@@ -81,7 +81,7 @@ class Pending:
         return self._state is not None and self._state.is_spent
 
     def result(self) -> FollowedGrammar:
-        """Waits for the state, within the limit once a thread has begun it. For states that are known or under way.
+        """Waits for a state that is known, or that a thread has begun: then until the limit at most.
 
         It never raises: a grammar that cannot be followed is a state too.
         """

@@ -21,7 +21,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)  # json.d
 
 
 class OpenAiChunks:
-    """The form of a stream of OpenAI's completions: `_start`, one choice as JSON, and `_tail()` are a chunk.
+    """The part that streams of chats and of completions share. A chunk is `_start`, one choice as JSON, and `_tail()`.
 
     kind  the field `object` of the chunks
     """
