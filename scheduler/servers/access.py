@@ -1,15 +1,40 @@
-"""The settings by which both servers verify callers and report refusals."""
+"""The settings by which both servers verify callers and report refusals, and who the clients of gateways are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import grpc
+
+from scheduler.identity.identity import Unauthenticated
+from scheduler.identity.permissions import METHODS
 from scheduler.identity.verifier import Verifier
-from scheduler.servers.refusals import Refusals
+from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED, Refusals
 
 if TYPE_CHECKING:
     from quire.tls import TlsFiles
+    from scheduler.identity.identity import Identity
+
+MAX_AUTHORIZATION_BYTES = 8192
+"""Size of the credentials of a gateway's client, as gRPC limits metadata."""
+
+_GENERATE = METHODS["/quire.v1.Generation/Generate"]
+
+
+class ClientRefused(Exception):
+    """The client of a gateway may not generate.
+
+    reason  UNAUTHENTICATED or PERMISSION_DENIED
+    """
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode[self.reason.upper()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +51,17 @@ class Access:
     @property
     def requires_client_certificate(self) -> bool:
         return self.tls is not None and self.tls.ca is not None
+
+    async def client(self, authorization: str) -> Identity:
+        """Returns the client of a gateway that has these credentials, "" if none. Raises ClientRefused."""
+        if len(authorization) > MAX_AUTHORIZATION_BYTES:
+            raise ClientRefused(UNAUTHENTICATED, f"credentials have at most {MAX_AUTHORIZATION_BYTES} bytes")
+        try:
+            identity = await self.verifier.identify(authorization or None) or self.verifier.stranger
+        except Unauthenticated as error:
+            raise ClientRefused(UNAUTHENTICATED, str(error)) from None
+        if identity is None:
+            raise ClientRefused(UNAUTHENTICATED, "the client has no credentials")
+        if not identity.may(_GENERATE):
+            raise ClientRefused(PERMISSION_DENIED, f"{identity.name} may not generate")
+        return identity

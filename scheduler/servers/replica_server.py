@@ -11,9 +11,8 @@ from quire.v1 import replica_pb2 as pb
 from quire.v1.replica_pb2_grpc import ReplicaServicer
 from scheduler.core.inspect.core_load import core_load
 from scheduler.core.tenants.account import equal_terms
-from scheduler.identity.identity import Unauthenticated
-from scheduler.identity.permissions import METHODS
 from scheduler.requests.write_timeout import WriteTimeout
+from scheduler.servers.access import ClientRefused
 from scheduler.servers.arrivals import MAX_ID_BYTES
 from scheduler.servers.generation_server import SERVER_STATES
 from scheduler.servers.prefix_feed import PrefixFeed, Snapshot
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.05
 MAX_WATCHES = 64
 """Routers that watch at the same time. Each costs a wake of the event loop every 50 ms."""
-
-MAX_AUTHORIZATION_BYTES = 8192
-
-_GENERATE = METHODS["/quire.v1.Generation/Generate"]
 
 
 class ReplicaServer(ReplicaServicer):
@@ -127,19 +122,9 @@ class ReplicaServer(ReplicaServicer):
         return message
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.IdentifyResponse:  # noqa: N802
-        if len(request.authorization) > MAX_AUTHORIZATION_BYTES:
-            why = f"credentials have at most {MAX_AUTHORIZATION_BYTES} bytes"
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, why)
-        verifier = self._access.verifier
         try:
-            identity = await verifier.identify(request.authorization or None) or verifier.stranger
-        except Unauthenticated as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        if identity is None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the client has no credentials")
-        elif not identity.may(_GENERATE):
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{identity.name} may not generate")
-        else:
-            terms = self._terms_of(identity.tenant)
-            return pb.IdentifyResponse(tenant=identity.tenant, weight=terms.weight, priority=terms.priority)
-        raise RuntimeError("abort raises")
+            identity = await self._access.client(request.authorization)
+        except ClientRefused as error:
+            await context.abort(error.code, str(error))
+        terms = self._terms_of(identity.tenant)
+        return pb.IdentifyResponse(tenant=identity.tenant, weight=terms.weight, priority=terms.priority)

@@ -8,44 +8,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
 from quire.logs import printable
 from scheduler.core import InvalidRequest
-from scheduler.identity.identity import CALLER, Identity, Unauthenticated
-from scheduler.identity.permissions import METHODS
+from scheduler.identity.identity import CALLER
 from scheduler.requests.status import DeadlineExceeded, RpcStatus
-from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
+from scheduler.servers.access import ClientRefused
 from scheduler.telemetry.request_observer import Caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from quire.v1 import generation_pb2 as pb
+    from scheduler.identity.identity import Identity
     from scheduler.requests.intake import Intake
     from scheduler.requests.request_fields import RequestFields
     from scheduler.servers.access import Access
     from scheduler.servers.stream_of_many import StreamOfMany
 
 METHOD = "/quire.v1.Generation/GenerateMany"
-_ALLOWED = METHODS["/quire.v1.Generation/Generate"]
 
 MAX_CLIENT_BYTES = 256
-MAX_AUTHORIZATION_BYTES = 8192
-"""Size of the credentials, as gRPC limits metadata."""
-
 _AFTER_DEADLINE_S = 1.0
 """The engine ends a request at its deadline, with the output until then. Time after which the stream ends if that
 output was not sent, because the stream is paused or its client reads slowly."""
-
-
-class CallerRefused(Exception):
-    """The client may not make requests."""
-
-    def __init__(self, code: grpc.StatusCode, reason: str, why: str) -> None:
-        super().__init__(why)
-        self.code = code
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +72,7 @@ class StreamOpener:
                     arriving.close()
                     stream.follow(output)
                     await stream.done
-        except CallerRefused as error:
+        except ClientRefused as error:
             client = printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer
             self.access.refusals.refused(error.reason, METHOD, client, str(error))
             stream.end(RpcStatus(error.code, str(error), ()))
@@ -97,9 +82,9 @@ class StreamOpener:
             raise DeadlineExceeded("the request's deadline passed") from None
 
     async def _caller(self, opening: pb.OpenStream) -> Caller:
-        """Returns the client, and makes it the caller of this task. Raises CallerRefused."""
+        """Returns the client, and makes it the caller of this task. Raises ClientRefused."""
         authorization = opening.authorization if opening.HasField("authorization") else self.authorization
-        identity = self.caller if authorization is None else await self._identify(authorization)
+        identity = self.caller if authorization is None else await self.access.client(authorization)
         CALLER.set(identity)
         return Caller(
             printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer,
@@ -107,22 +92,6 @@ class StreamOpener:
             opening.tracestate or None,
             identity.tenant,
         )
-
-    async def _identify(self, authorization: str) -> Identity:
-        verifier = self.access.verifier
-        code = grpc.StatusCode.UNAUTHENTICATED
-        if len(authorization) > MAX_AUTHORIZATION_BYTES:
-            raise CallerRefused(code, UNAUTHENTICATED, f"credentials have at most {MAX_AUTHORIZATION_BYTES} bytes")
-        try:
-            identity = await verifier.identify(authorization or None) or verifier.stranger
-        except Unauthenticated as error:
-            raise CallerRefused(code, UNAUTHENTICATED, str(error)) from None
-        if identity is None:
-            raise CallerRefused(code, UNAUTHENTICATED, "the request has no credentials")
-        if not identity.may(_ALLOWED):
-            why = f"{identity.name} may not make this call"
-            raise CallerRefused(grpc.StatusCode.PERMISSION_DENIED, PERMISSION_DENIED, why)
-        return identity
 
     def _fields(self, opening: pb.OpenStream, caller: Caller) -> RequestFields:
         """Raises InvalidRequest if the address of the client is too long."""

@@ -12,7 +12,7 @@ from quire.v1 import generation_pb2 as pb
 from scheduler.identity.identity import Identity, Unauthenticated
 from scheduler.identity.key_file import revoke
 from scheduler.identity.verifier import Verifier
-from scheduler.servers.stream_opener import MAX_AUTHORIZATION_BYTES
+from scheduler.servers.access import MAX_AUTHORIZATION_BYTES
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.generation_calls import text_request
 from tests.support.scheduler.many_calls import many_call
