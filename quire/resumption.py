@@ -71,9 +71,10 @@ class ResumableRequest:
             case "prompt_logprobs":
                 self._num_prompt_logprobs += len(message.prompt_logprobs.tokens)
             case "delta":
-                received = self._sequence(message.delta.index)
-                received.token_ids.extend(message.delta.token_ids)
-                received.has_last = message.delta.last
+                delta = message.delta
+                received = self._sequence(delta.index)
+                received.token_ids.extend(delta.token_ids)
+                received.has_last = delta.last
             case "finished":
                 self._sequence(message.finished.index).is_finished = True
         return True

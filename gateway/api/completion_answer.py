@@ -62,6 +62,8 @@ class _Answer:
     def __init__(self, head: Head, options: CompletionOptions, prompts: Sequence[EchoedPrompt]) -> None:
         self._head = head
         self._options = options
+        self._has_text = options.has_text
+        self._has_logprobs = options.has_logprobs
         self._prompts = prompts
         self.usage = UsageCounter()
         self._choices: dict[tuple[int, int], _Choice] = {}
@@ -75,7 +77,7 @@ class _Answer:
             if self._prompts:
                 echoed = self._prompts[prompt]
                 choice.texts.append(echoed.text)
-                if self._options.has_logprobs and echoed.first_token is not None:
+                if self._has_logprobs and echoed.first_token is not None:
                     found = self._prompt_logprobs.get(prompt, ())
                     choice.logprobs.add_prompt(echoed.text, echoed.first_token, found)
         return choice
@@ -85,20 +87,21 @@ class _Answer:
         match message.WhichOneof("event"):
             case "delta":
                 delta = message.delta
-                choice = self._choice(prompt, delta.index)
-                if self._options.has_text:
+                choice = self._choices.get((prompt, delta.index)) or self._choice(prompt, delta.index)
+                if self._has_text:
+                    num_tokens = len(delta.token_ids)
                     choice.texts.append(delta.text)
-                    choice.num_tokens += len(delta.token_ids)
-                    self.usage.generated(len(delta.token_ids))
+                    choice.num_tokens += num_tokens
+                    self.usage.generated(num_tokens)
                     if self._options.num_returned is not None:
                         choice.sum_logprobs += sum(each.chosen.logprob for each in delta.logprobs)
-                    if self._options.has_logprobs:
+                    if self._has_logprobs:
                         choice.logprobs.add(delta.logprobs)
                 return choice
             case "finished":
                 choice = self._choice(prompt, message.finished.index)
                 choice.reason = (
-                    FINISH_REASONS.get(message.finished.reason, "stop") if self._options.has_text else "length"
+                    FINISH_REASONS.get(message.finished.reason, "stop") if self._has_text else "length"
                 )
                 return choice
             case "started":
@@ -113,7 +116,8 @@ class CompletionChunks(OpenAiChunks):
 
     def __init__(self, head: Head, options: CompletionOptions, prompts: Sequence[EchoedPrompt]) -> None:
         self._answer = _Answer(head, options, prompts)
-        self._options = options
+        self._num_choices = options.num_choices
+        self._has_logprobs = options.has_logprobs
         super().__init__(head, "text_completion", options.stream, self._answer.usage)
 
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
@@ -122,10 +126,10 @@ class CompletionChunks(OpenAiChunks):
             return ""
         is_end = message.HasField("finished")
         text, choice.texts = "".join(choice.texts), []
-        taken = choice.logprobs.take() if self._options.has_logprobs else None
+        taken = choice.logprobs.take() if self._has_logprobs else None
         if not (text or is_end or (taken and taken["tokens"])):
             return ""
-        index = prompt * self._options.num_choices + (message.finished.index if is_end else message.delta.index)
+        index = prompt * self._num_choices + (message.finished.index if is_end else message.delta.index)
         logprobs = "null" if taken is None else to_json(taken)
         reason = to_json(choice.reason) if is_end else "null"
         return (

@@ -132,8 +132,9 @@ class GenerationHandler:
                     if not has_text and messages[-1].HasField("delta"):
                         has_text = True
                         self._metrics.first_token.observe(time.monotonic() - began_s)
-                        for k, stream in enumerate(streams):
-                            stream.deliver_to(_ChunkWriter(chunks, k, reader))
+                        if reader.has_chunks:
+                            for k, stream in enumerate(streams):
+                                stream.deliver_to(_ChunkWriter(chunks, k, reader))
                     await reader.write(text)
             await reader.write(chunks.end())
         except (QuireError, ApiError) as error:
@@ -200,16 +201,13 @@ class GenerationHandler:
 class _ChunkWriter:
     """Writes the chunk of each message at once. The response has begun."""
 
-    __slots__ = ("_chunks", "_prompt", "_reader")
+    __slots__ = ("_chunks", "_prompt", "_reader", "is_free")
 
     def __init__(self, chunks: Chunks, prompt: int, reader: Reader) -> None:
         self._chunks = chunks
         self._prompt = prompt
         self._reader = reader
-
-    @property
-    def is_free(self) -> bool:
-        return self._reader.is_free
+        self.is_free = reader.is_free
 
     def take(self, message: pb.GenerateResponse) -> None:
         if text := self._chunks.encode(self._prompt, message):

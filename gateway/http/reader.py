@@ -35,15 +35,14 @@ class Reader:
         self.is_blocked = False
 
     @property
+    def has_chunks(self) -> bool:
+        """True if the response has begun in chunks, so that `write_now` may write it."""
+        return self._transport is not None and self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+
     def is_free(self) -> bool:
-        """True if `write_now` may be called: the response has begun in chunks, and its client reads fast enough."""
+        """Returns whether the client reads fast enough for `write_now`."""
         transport = self._transport
-        return (
-            transport is not None
-            and not self.is_blocked
-            and self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
-            and transport.get_write_buffer_size() < _MAX_BUFFERED
-        )
+        return transport is not None and not self.is_blocked and transport.get_write_buffer_size() < _MAX_BUFFERED
 
     def write_now(self, text: str) -> None:
         """Writes a chunk of HTTP/1.1 (RFC 9112, section 7.1), without what aiohttp does for each. Raises

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gateway.schedulers.scheduler import Scheduler
     from gateway.schedulers.waiting import WaitingRequest, WaitingRequests
     from quire.errors import QueueFullError
+    from quire.v1 import generation_pb2 as pb
 
 REFUSED = "refused"
 BROKEN = "broken"
@@ -125,8 +126,11 @@ class Route:
         else:
             await self._waiting.pause(most_s)
 
-    def received(self, num_tokens: int) -> None:
-        """Counts tokens that the client has got."""
+    def received(self, message: pb.GenerateResponse) -> None:
+        """Counts the tokens of a message that the client has got."""
+        if self._has_token and self._waits is None:  # that of nearly all messages
+            return
+        num_tokens = len(message.delta.token_ids)
         if num_tokens and self._number and self._state is not None and not self._has_token:
             self._has_token = True
             self._state.first_token(self._number)

@@ -50,11 +50,10 @@ class Caller:
 
 
 class Taker(Protocol):
-    """Takes messages as they arrive. Both members are used on the event loop."""
+    """Takes messages as they arrive. Both methods are called on the event loop."""
 
-    @property
     def is_free(self) -> bool:
-        """True if it can take a message now."""
+        """Returns whether it can take a message now."""
 
     def take(self, message: pb.GenerateResponse) -> None:
         """Takes a message. What it raises, `GenerationStream.next` raises."""
@@ -133,10 +132,11 @@ class GenerationStream:
 
     def received(self, response: pb.GenerateResponse) -> None:
         self._has_begun = self._has_place = True
-        self._route.received(len(response.delta.token_ids))
+        self._route.received(response)
         # While `next` waits, all earlier messages were processed.
-        if self._taker is not None and self._reading is not None and not self._reading.done() and self._taker.is_free:
-            self._take(self._taker, response)
+        taker, reading = self._taker, self._reading
+        if taker is not None and reading is not None and not reading.done() and taker.is_free():
+            self._take(taker, response)
             return
         self._unread.append(response)
         if len(self._unread) >= MAX_UNREAD and not self._is_paused:
