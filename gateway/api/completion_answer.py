@@ -100,9 +100,7 @@ class _Answer:
                 return choice
             case "finished":
                 choice = self._choice(prompt, message.finished.index)
-                choice.reason = (
-                    FINISH_REASONS.get(message.finished.reason, "stop") if self._has_text else "length"
-                )
+                choice.reason = FINISH_REASONS.get(message.finished.reason, "stop") if self._has_text else "length"
                 return choice
             case "started":
                 self.usage.started(message.started)

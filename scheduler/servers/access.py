@@ -1,4 +1,4 @@
-"""The settings by which both servers verify callers and report refusals, and who the clients of gateways are."""
+"""The settings by which both servers verify callers and report refusals; it finds the clients of gateways, too."""
 
 from __future__ import annotations
 

@@ -23,6 +23,8 @@ from tests.support.executor.checkpoints import make_checkpoint
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 PORTS = ("listen", "http-listen", "executor", "metrics-address", "gateway-listen")
+SMALL = ("--num-threads 1", "--max-model-len 256")
+"""Flags of a server for measurements; the lengths of their requests depend on that of the model."""
 FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in PORTS]
 
 
@@ -126,19 +128,19 @@ def test_make_bench(tmp_path: Path) -> None:
 def test_bench_paired(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     results = tmp_path / "paired.json"
-    short = ("--concurrency", "2", "--rounds", "1", "--rest-s", "0", "--json", str(results))
-    run(sys.executable, "-m", "bench", "paired", "--model", "models/tiny", "--baseline", *short)
+    short = shlex.split("--concurrency 2 --rounds 1 --num-requests 2 --rest-s 0 " + " ".join(SMALL))
+    run(sys.executable, "-m", "bench", "paired", "--model", "models/tiny", "--baseline", *short, "--json", str(results))
     assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 
 
 @pytest.mark.exhaustive
 def test_make_claims(tmp_path: Path) -> None:
-    """Runs three claims on a small scale; one of them starts services in every mode."""
-    only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
+    """Runs two claims on a small scale; tests/bench/claims/test_claims.py has one that starts services."""
+    only = [f"--only {name}" for name in ("timeline", "kv-arithmetic")]
     run(*make_command("claims", f"ARGS=--quick {' '.join(only)} --output {tmp_path}"))
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: outcome["failure"] for name, outcome in results["outcomes"].items()} == dict.fromkeys(
-        ("timeline", "fixed-pool", "kv-arithmetic")
+        ("timeline", "kv-arithmetic")
     )
     assert "<svg" in (tmp_path / "report.html").read_text()
 
@@ -172,7 +174,7 @@ def test_commands_against_a_server(stack: Stack) -> None:
 def test_bench_sharing(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     output = tmp_path / "sharing.json"
-    flags = ["--numbers", "2", "--num-requests", "1", "--num-blocks", "1024", "--output", str(output)]
+    flags = shlex.split(f"--numbers 2 --num-requests 1 --num-blocks 1024 --num-threads 1 --output {output}")
     printed = run(sys.executable, "-m", "quire", "bench", "sharing", *flags)
     assert "37.6-55.2%" in printed
     saved = {case["case"]["mode"]: case["saved_ratio"] for case in json.loads(output.read_text())["cases"]}

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import bench.claims.command as command
-from bench.claims import timeline
+from bench.claims import fixed_pool, timeline
 from bench.claims.catalogue import CLAIMS
 from bench.claims.claim import Claim, Data, Setting, Watch, Word
 from bench.claims.command import ClaimsRun, measure, rewrite, write
@@ -69,11 +69,18 @@ def sampled_results(samples: dict[str, Data] | None = None) -> Results:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def test_report_has_every_part_of_every_claim(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes the report of all samples once: drawing every plot takes seconds."""
+    output = tmp_path_factory.mktemp("sampled")
+    write(sampled_results(), output, output / "docs" / "evidence.md", quiet())
+    return output
+
+
+def test_report_has_every_part_of_every_claim(sampled: Path) -> None:
     results = sampled_results()
-    write(results, tmp_path, tmp_path / "docs" / "evidence.md", quiet())
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    evidence = (tmp_path / "docs" / "evidence.md").read_text(encoding="utf-8")
+    page = (sampled / "report.html").read_text(encoding="utf-8")
+    evidence = (sampled / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert {claim.name for claim in CLAIMS} == set(SAMPLES)
     for claim in CLAIMS:
         verdict = results.verdict(claim)
@@ -88,14 +95,14 @@ def test_report_has_every_part_of_every_claim(tmp_path: Path) -> None:
         assert section.count("<tbody>") == len(claim.tables(values)) >= 1
         for plot in claim.plots(values):
             assert f"](../{plot.name}.png)" in evidence
-            assert (tmp_path / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
+            assert (sampled / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
     links = re.findall(r"\]\((?!#)([^)]+)\)", evidence)
     assert links
-    assert all((tmp_path / "docs" / link).resolve().exists() for link in links)
+    assert all((sampled / "docs" / link).resolve().exists() for link in links)
 
 
-def test_page_has_no_external_references() -> None:
-    page = render_page(sampled_results(), CLAIMS)
+def test_page_has_no_external_references(sampled: Path) -> None:
+    page = (sampled / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?:|//\w|@import|<script|<link", page)
     referred = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
     names = re.findall(r'\bid="([^"]+)"', page)
@@ -134,7 +141,7 @@ def test_report_includes_failed_and_missing_claims() -> None:
 
 
 def test_report_of_a_smoke_run_has_a_warning() -> None:
-    results = replace(sampled_results(), is_quick=True)
+    results = replace(sampled_results({"timeline": SAMPLES["timeline"]}), is_quick=True)
     assert "Its verdicts mean nothing" in render_page(results, CLAIMS)
     assert "Its verdicts mean nothing" in render_evidence(results, CLAIMS, Path(), Path())
 
@@ -159,6 +166,21 @@ def test_core_only_claims_are_measured_and_written(core_only: Path) -> None:
     assert {path.suffix for path in core_only.iterdir()} == {".html", ".json", ".md", ".png"}
 
 
+@pytest.mark.timeout(600)
+def test_a_claim_is_measured_on_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts services for each kind of memory that the verdict names."""
+    memories = ("contiguous", "contiguous-exact", "paged")
+    monkeypatch.setattr(fixed_pool, "MEMORY_NAMES", memories)
+    flags = {"num_threads": 1}
+    run = ClaimsRun("models/tiny", ("fixed-pool",), True, output=tmp_path, evidence=tmp_path / "e.md", flags=flags)
+    assert measure(run, quiet())
+    found = load(tmp_path / "results.json").outcomes["fixed-pool"].data
+    assert found is not None
+    assert [row["memory"] for row in found["rows"]] == list(memories)
+    assert {row["num_equal_outputs"] for row in found["rows"]} == {found["num_requests"]}
+    assert "fixed-pool" in (tmp_path / "e.md").read_text()
+
+
 def test_shares_of_waste_add_up_to_one(core_only: Path) -> None:
     outcome = load(core_only / "results.json").outcomes["waste-by-kind"]
     assert outcome.data is not None
@@ -171,12 +193,10 @@ def test_shares_of_waste_add_up_to_one(core_only: Path) -> None:
 
 
 def test_same_seed_gives_the_same_figures(core_only: Path) -> None:
-    def figures(path: Path) -> list[Any]:
-        return [outcome.data for outcome in load(path).outcomes.values()]
-
-    again = core_only / "again"
-    measure(ClaimsRun("models/tiny", CORE_ONLY, True, output=again, evidence=again / "evidence.md"), quiet())
-    assert figures(again / "results.json") == figures(core_only / "results.json")
+    outcomes = load(core_only / "results.json").outcomes
+    for claim in (claim for claim in CLAIMS if claim.name in CORE_ONLY):
+        again = asyncio.run(claim.measure(Setting("models/tiny", is_quick=True), Silent()))
+        assert json.loads(json.dumps(again)) == outcomes[claim.name].data
 
 
 def test_report_can_be_rewritten_without_measuring(core_only: Path, tmp_path: Path) -> None:
@@ -185,6 +205,13 @@ def test_report_can_be_rewritten_without_measuring(core_only: Path, tmp_path: Pa
     assert (tmp_path / "evidence.md").read_text() == (core_only / "evidence.md").read_text()
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out all plots, for tests of a run: drawing them takes longer than measuring."""
+    monkeypatch.setattr(command, "CLAIMS", tuple(replace(claim, plots=lambda data: []) for claim in CLAIMS))
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_only_keeps_earlier_results_of_the_same_kind(tmp_path: Path) -> None:
     sampled = sampled_results({"sharing": SAMPLES["sharing"]})
     earlier = replace(sampled, machine=describe_machine(None) | {"date": "long ago"}, is_quick=True)
@@ -196,6 +223,7 @@ def test_only_keeps_earlier_results_of_the_same_kind(tmp_path: Path) -> None:
     assert set(load(tmp_path / "results.json").outcomes) == {"timeline"}
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("machine", "flags"),
     [({"device": "another"}, {}), ({"versions": {"torch": "1"}}, {}), ({}, {"dtype": "bfloat16"})],
@@ -213,6 +241,7 @@ def test_only_drops_earlier_results_of_other_machines_and_flags(
     assert "not kept" in console.file.getvalue()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_flags_of_the_services_are_kept_with_the_results(tmp_path: Path) -> None:
     flags = {"dtype": "bfloat16"}
     measure(
@@ -249,8 +278,8 @@ def test_failing_claim_does_not_affect_the_others(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setattr(command, "CLAIMS", claims)
     run = ClaimsRun("models/tiny", is_quick=True, output=tmp_path, evidence=tmp_path / "evidence.md")
-    results = load_after(run)
     assert not measure(run, quiet())
+    results = load(tmp_path / "results.json")
     words = {claim.name: results.verdict(claim).word for claim in claims}
     assert words == {
         "broken": Word.FAILED,
@@ -260,11 +289,6 @@ def test_failing_claim_does_not_affect_the_others(tmp_path: Path, monkeypatch: p
     }
     assert "ValueError: out of luck" in results.verdict(claims[0]).reason
     assert "transformers is not installed" in results.verdict(claims[1]).reason
-
-
-def load_after(run: ClaimsRun) -> Results:
-    measure(run, quiet())
-    return load(run.output / "results.json")
 
 
 def test_interrupted_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

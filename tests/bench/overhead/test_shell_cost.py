@@ -1,11 +1,13 @@
 """The scheduler process under load, with an executor that computes nothing and clients over gRPC."""
 
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
+from bench.overhead import shell_cost
 from bench.overhead.null_executor import NullBatch
-from bench.overhead.shell_cost import harness, measure, table
+from bench.overhead.shell_cost import Cost, harness, measure, table
 from bench.overhead.stream_load import Load
 from quire.executor.v1 import executor_pb2 as pb
 
@@ -23,23 +25,27 @@ def admission(slot: int, num_tokens: int, max_total_tokens: int) -> pb.Admission
     return pb.Admission(slot=slot, token_ids=packed(*range(num_tokens)), params=params)
 
 
-async def test_streams_are_complete_at_any_number_of_clients() -> None:
+def assert_complete(costs: Sequence[Cost], *num_clients: int) -> None:
     """The measurement itself counts the tokens of every stream and compares its text."""
-    costs = await measure([1, 40], num_tokens=30)
-    assert [cost.num_clients for cost in costs] == [1, 40]
+    assert tuple(cost.num_clients for cost in costs) == num_clients
     for cost in costs:
         assert cost.num_checked_tokens >= cost.num_clients * 2 * 30
         assert 0 < cost.num_deltas <= cost.num_tokens <= cost.num_checked_tokens
+
+
+async def test_streams_are_complete_at_any_number_of_clients() -> None:
+    """They have a call each, or share one."""
+    async with harness() as running:
+        for num_calls in (0, 1):
+            costs = [await running.measure(Load(number, 30, 2), num_calls) for number in (1, 2, 40)]
+            assert_complete(costs, 1, 2, 40)
+
+
+async def test_streams_that_share_calls_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell_cost, "_MIN_TOKENS", 240)
+    costs = await measure([2, 40], num_tokens=30, num_calls=3)
+    assert_complete(costs, 2, 40)
     assert len(table(costs).splitlines()) == 3
-
-
-@pytest.mark.parametrize("num_calls", [1, 3])
-async def test_streams_that_share_calls_are_complete(num_calls: int) -> None:
-    costs = await measure([2, 40], num_tokens=30, num_calls=num_calls)
-    assert [cost.num_clients for cost in costs] == [2, 40]
-    for cost in costs:
-        assert cost.num_checked_tokens >= cost.num_clients * 2 * 30
-        assert 0 < cost.num_deltas <= cost.num_tokens <= cost.num_checked_tokens
 
 
 async def test_without_load_every_token_has_its_own_message() -> None:

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.exhaustive
 
 def test_both_kinds_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    structured_cost.main(["--clients", "2", "--requests", "4", "--rounds", "2", "--json", str(path)])
+    services = ["--num-threads", "1", "--max-model-len", "256"]  # the trace scales with the model's length
+    structured_cost.main(["--clients", "2", "--requests", "4", "--rounds", "2", "--json", str(path), *services])
     report = json.loads(path.read_text())
     assert len(report["rounds"]) == 2
     assert all(each["plain"] > 0 and each["structured"] > 0 for each in report["rounds"])
