@@ -50,12 +50,12 @@ def _shares_a_prefix(sequence: Sequence, num_references: Counter[int]) -> bool:
 
 def _cost(state: SchedulerState, sequence: Sequence, num_references: Counter[int]) -> tuple[float, int]:
     """Returns the blocks of tokens to compute again for each block that becomes free, and the magnitude of tokens."""
-    size, tokens = state.cache.block_size, range(sequence.num_computed_tokens)
+    size, num_tokens = state.cache.block_size, sequence.num_computed_tokens
     own = [block for block in sequence.block_table if num_references[block] == 1]
     if not own:
-        return (float("inf"), len(tokens).bit_length())
-    lost = list(tokens)
+        return (float("inf"), num_tokens.bit_length())
+    num_lost = num_tokens
     if state.cache.reads_prefixes(sequence) and not sequence.is_beam:
-        num_full = len(tokens) // size
-        lost = [i for i in tokens if i // size >= num_full or num_references[sequence.block_table[i // size]] == 1]
-    return (-(-len(lost) // (len(own) * size)), len(tokens).bit_length())
+        full = sequence.block_table[: num_tokens // size]
+        num_lost -= size * sum(num_references[block] != 1 for block in full)
+    return (-(-num_lost // (len(own) * size)), num_tokens.bit_length())
