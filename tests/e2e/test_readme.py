@@ -174,7 +174,7 @@ def test_commands_against_a_server(stack: Stack) -> None:
 def test_bench_sharing(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     output = tmp_path / "sharing.json"
-    flags = shlex.split(f"--numbers 2 --num-requests 1 --num-blocks 1024 --num-threads 1 --output {output}")
+    flags = ["--numbers", "2", "--num-requests", "1", "--num-blocks", "1024", "--output", str(output)]
     printed = run(sys.executable, "-m", "quire", "bench", "sharing", *flags)
     assert "37.6-55.2%" in printed
     saved = {case["case"]["mode"]: case["saved_ratio"] for case in json.loads(output.read_text())["cases"]}
