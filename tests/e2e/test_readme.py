@@ -23,8 +23,6 @@ from tests.support.executor.checkpoints import make_checkpoint
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 PORTS = ("listen", "http-listen", "executor", "metrics-address", "gateway-listen")
-SMALL = ("--num-threads 1", "--max-model-len 256")
-"""Flags of a server for measurements; the lengths of their requests depend on that of the model."""
 FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in PORTS]
 
 
@@ -128,7 +126,7 @@ def test_make_bench(tmp_path: Path) -> None:
 def test_bench_paired(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     results = tmp_path / "paired.json"
-    short = shlex.split("--concurrency 2 --rounds 1 --num-requests 2 --rest-s 0 " + " ".join(SMALL))
+    short = shlex.split("--concurrency 2 --rounds 1 --num-requests 2 --rest-s 0 --num-threads 1 --max-model-len 256")
     run(sys.executable, "-m", "bench", "paired", "--model", "models/tiny", "--baseline", *short, "--json", str(results))
     assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 

@@ -78,7 +78,9 @@ def served_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.mark.parametrize("service", ["executor", "scheduler"])
 async def test_streams_survive_a_killed(served_stack: Stack, service: str) -> None:
     served_stack.show_log()
-    async with AsyncOpenAI(base_url=f"http://{served_stack.openai}/v1", api_key=KEY, max_retries=0) as client:
+    url = f"http://{served_stack.openai}/v1"
+    # By default it gives up connecting after five seconds, which is too short beside other tests.
+    async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=300) as client:
         undisturbed = Streams(client)
         await asyncio.gather(*undisturbed.tasks)
         gateway = served_stack.pid("gateway")

@@ -26,9 +26,9 @@ def test_every_world_ends_well(chunk: int, effort: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_worlds_cover_every_kind_of_event() -> None:
-    """Checks that the simulated worlds cover every kind of event in the core, and that these end well, too."""
-    num_seeds = NUM_COVERING_CHUNKS * SEEDS_PER_CHUNK
+def test_worlds_cover_every_kind_of_event(effort: int) -> None:
+    """Checks that the simulated worlds cover every kind of event in the core, and that these worlds end well."""
+    num_seeds = NUM_COVERING_CHUNKS * SEEDS_PER_CHUNK * effort
     num_worlds: Counter[str] = Counter()
     for seed in range(num_seeds):
         happened = simulate(seed)

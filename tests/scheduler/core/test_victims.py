@@ -111,8 +111,11 @@ def choose_the_oldest(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_worlds() -> None:
-    """Runs worlds that check each victim. Other tests run them without a mutation: the first one here, that of the gap
-    in test_shares.py, and those of test_simulation.py."""
+    """Runs worlds that check each victim.
+
+    Without a mutation, three tests run the same worlds: of overload in this file, of the gap in test_shares.py, and of
+    simulated worlds in test_simulation.py.
+    """
     for seed in range(12):
         run_world(seed, 400)
     for seed in range(60):

@@ -33,7 +33,8 @@ Calling = Callable[[AsyncOpenAI], Awaitable[object]]
 
 def with_client(function: Calling) -> Callable[[], object]:
     async def call() -> object:
-        async with AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0) as client:
+        # By default it gives up connecting after five seconds, which is too short beside other tests.
+        async with AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0, timeout=120) as client:
             return await function(client)
 
     return lambda: asyncio.run(call())
