@@ -86,15 +86,18 @@ async def test_echo_in_a_stream_comes_first() -> None:
 
 
 async def test_best_of_returns_the_most_probable_sequences() -> None:
+    """Those with the highest mean log-probability of a token, whatever their lengths."""
+
     async def answer(request: pb.GenerateRequest) -> Answer:
         assert request.sampling.n == 3
         assert request.output.logprobs == 0
         yield started()
-        for index, value in enumerate((-3.0, -1.0, -2.0)):
-            message = delta(index, f"t{index}", 7, logprobs=True)
-            message.delta.logprobs[0].chosen.logprob = value
+        for index, values in enumerate(((-3.0,), (-1.0, -1.0, -1.0), (-2.0,))):  # the best mean has a small sum
+            message = delta(index, f"t{index}", *[7] * len(values), logprobs=True)
+            for token, value in zip(message.delta.logprobs, values, strict=True):
+                token.chosen.logprob = value
             yield message
-            yield finished(index, 1)
+            yield finished(index, len(values))
 
     async with Rig() as rig:
         rig.fake.answer = answer
@@ -103,7 +106,7 @@ async def test_best_of_returns_the_most_probable_sequences() -> None:
     assert [choice["text"] for choice in body["choices"]] == ["t1", "t2"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
-    assert body["usage"]["completion_tokens"] == 3
+    assert body["usage"]["completion_tokens"] == 5
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
