@@ -3,6 +3,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import Undisturbed
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,12 @@ def stack(shared_stack: Stack) -> Stack:
     """The shared server; its log is shown if the test fails."""
     shared_stack.show_log()
     return shared_stack
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    """Known outcomes for the tests of a module, whose servers all give the same ones."""
+    return Undisturbed()
 
 
 @pytest.fixture(autouse=True)

@@ -125,10 +125,9 @@ async def test_embedded_checkpoint_equals_transformers_in_a_pool_that_is_too_sma
         check_greedy(tiny, request, completion)
 
 
-async def test_embedded_checkpoint_ends_with_eos(tiny: PreTrainedModel) -> None:
-    with Stack() as stack:
-        async with stack.client() as client:
-            completion = await client.complete("Once upon a time", temperature=0)
+async def test_embedded_checkpoint_ends_with_eos(stack: Stack, tiny: PreTrainedModel) -> None:
+    async with stack.client() as client:
+        completion = await client.complete("Once upon a time", temperature=0)
     sequence = completion.sequences[0]
     assert sequence.reason == "eos"
     assert sequence.text.strip()

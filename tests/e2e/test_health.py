@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire import AsyncClient
 from tests.support.e2e.stack import Stack
-from tests.support.e2e.streams import Job, StreamGroup, differences, mixed_jobs, outcomes
+from tests.support.e2e.streams import Job, StreamGroup, Undisturbed, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
 
 JOBS = mixed_jobs(16)
@@ -83,9 +83,11 @@ async def started_streams(client: AsyncClient) -> StreamGroup:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_an_executor_lost_during_streams_is_replaced(served: Stack, number: signal.Signals) -> None:
+async def test_an_executor_lost_during_streams_is_replaced(
+    served: Stack, undisturbed: Undisturbed, number: signal.Signals
+) -> None:
     async with served.client() as client:
-        expected = await outcomes(client, JOBS)
+        expected = await undisturbed.outcomes(client, JOBS)
         await until_readiness(served, READY)
         streams = await started_streams(client)
         lost = served.send("executor", number)
@@ -108,9 +110,9 @@ async def test_an_idle_executor_that_is_lost_is_replaced(served: Stack, number: 
         assert differences(await outcomes(client, [SHORT]), expected) == []
 
 
-async def test_a_stopped_executor_that_continues_is_used_again(apart: Stack) -> None:
+async def test_a_stopped_executor_that_continues_is_used_again(apart: Stack, undisturbed: Undisturbed) -> None:
     async with apart.client() as client:
-        expected = await outcomes(client, JOBS)
+        expected = await undisturbed.outcomes(client, JOBS)
         streams = await started_streams(client)
         apart.send("executor", signal.SIGSTOP)
         assert streams.most_run

@@ -14,7 +14,7 @@ import pytest
 from quire import AsyncClient, ServerState
 from tests.support.e2e.process import Process
 from tests.support.e2e.stack import QUIRE, TINY, Stack
-from tests.support.e2e.streams import OPENINGS, Job, StreamGroup, differences, mixed_jobs, outcomes
+from tests.support.e2e.streams import OPENINGS, Job, StreamGroup, Undisturbed, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
 from tests.support.gateway.rig import content, parsed_events
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 JOBS = mixed_jobs(16)
-LONG_JOBS = [Job(OPENINGS[i], {"max_tokens": 1000, "ignore_eos": True, "seed": i}) for i in range(8)]
+LONG_JOBS = [Job(OPENINGS[i], {"max_tokens": 600, "ignore_eos": True, "seed": i}) for i in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +142,11 @@ async def test_prompts_with_one_beginning_go_where_it_is_cached(replicated: Stac
 
 
 @pytest.mark.timeout(600)
-async def test_streams_go_on_at_the_other_replica_when_a_scheduler_dies(replicated: Stack) -> None:
+async def test_streams_go_on_at_the_other_replica_when_a_scheduler_dies(
+    replicated: Stack, undisturbed: Undisturbed
+) -> None:
     async with replicated.client(wait_for_ready=True) as client:
-        expected = await outcomes(client, JOBS)
+        expected = await undisturbed.outcomes(client, JOBS)
         streams = StreamGroup(client, JOBS).start()
         await streams.until(lambda streams: streams.all_have(5))
         victim = pids(replicated, "scheduler")[0]
@@ -155,12 +157,14 @@ async def test_streams_go_on_at_the_other_replica_when_a_scheduler_dies(replicat
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-async def test_streams_go_on_at_the_other_replica_when_an_executor_dies(replicated: Stack) -> None:
+async def test_streams_go_on_at_the_other_replica_when_an_executor_dies(
+    replicated: Stack, undisturbed: Undisturbed
+) -> None:
     """The scheduler lives and would wait for a new executor. The gateway does not wait where another one is ready."""
     await until_ready(replicated)
     moved = await total(replicated, 'reason="moved"')
     async with replicated.client(wait_for_ready=True) as client:
-        expected = await outcomes(client, LONG_JOBS)
+        expected = await undisturbed.outcomes(client, LONG_JOBS)
         streams = StreamGroup(client, LONG_JOBS).start()
         await streams.until(lambda streams: streams.all_have(5))
         victim = pids(replicated, "executor")[await busiest(replicated)]
@@ -172,10 +176,12 @@ async def test_streams_go_on_at_the_other_replica_when_an_executor_dies(replicat
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-async def test_draining_a_replica_moves_its_streams_and_loses_no_token(replicated: Stack) -> None:
+async def test_draining_a_replica_moves_its_streams_and_loses_no_token(
+    replicated: Stack, undisturbed: Undisturbed
+) -> None:
     await until_ready(replicated)
     async with replicated.client(wait_for_ready=True) as client:
-        expected = await outcomes(client, LONG_JOBS)
+        expected = await undisturbed.outcomes(client, LONG_JOBS)
         streams = StreamGroup(client, LONG_JOBS).start()
         await streams.until(lambda streams: streams.all_have(5))
         executor = replicated.executor_address.split(",")[await busiest(replicated)]
@@ -196,11 +202,13 @@ def _is_replaced(stack: Stack, service: str, victim: int) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-async def test_an_upgrade_replaces_all_replicas_in_turn_and_loses_no_token(replicated: Stack) -> None:
+async def test_an_upgrade_replaces_all_replicas_in_turn_and_loses_no_token(
+    replicated: Stack, undisturbed: Undisturbed
+) -> None:
     await until_watched(replicated)
     before = {pid for service in ("scheduler", "executor") for pid in pids(replicated, service)}
     async with replicated.client(wait_for_ready=True) as client:
-        expected = await outcomes(client, JOBS)
+        expected = await undisturbed.outcomes(client, JOBS)
         streams = StreamGroup(client, JOBS).start()
         await streams.until(lambda streams: streams.all_have(5))
         replicated.serve.send(signal.SIGUSR2)
@@ -217,7 +225,7 @@ async def test_an_upgrade_replaces_all_replicas_in_turn_and_loses_no_token(repli
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-async def test_two_gateways_give_one_service_and_one_may_die(replicated: Stack) -> None:
+async def test_two_gateways_give_one_service_and_one_may_die(replicated: Stack, undisturbed: Undisturbed) -> None:
     """A second gateway before the same schedulers finds what the first one has had cached, and outlives it."""
     await until_ready(replicated)
     beginning = " ".join(f"page {i}" for i in range(120))
@@ -236,7 +244,7 @@ async def test_two_gateways_give_one_service_and_one_may_die(replicated: Stack) 
             address = words.rpartition("grpc=")[2].strip()
             async with AsyncClient(address, wait_for_ready=True) as other:
                 await until(lambda: finds(other), "the second gateway sends the prompt where it is cached")
-                expected = await outcomes(first, LONG_JOBS)
+                expected = await undisturbed.outcomes(first, LONG_JOBS)
                 streams = StreamGroup(other, LONG_JOBS).start()
                 await streams.until(lambda streams: streams.all_have(5))
                 victim = replicated.send("gateway", signal.SIGKILL)
