@@ -17,6 +17,7 @@ from tests.support.e2e.waiting import until
 
 NUM_STREAMS = 16
 JOBS = mixed_jobs(NUM_STREAMS)
+LONG_JOBS = mixed_jobs(8, num_tokens=600)  # most still run when a busy machine gets to the signal
 KINDS = jobs(14, num_tokens=150, seed=1)
 
 
@@ -130,9 +131,10 @@ async def not_running(pid: int) -> bool:
 async def test_streams_survive_a_scheduler_that_is_stopped() -> None:
     with Stack(step_timeout_s=4) as stack:
         async with stack.client() as client:
-            expected = await outcomes(client, JOBS)
-            streams = StreamGroup(client, JOBS).start()
+            expected = await outcomes(client, LONG_JOBS)
+            streams = StreamGroup(client, LONG_JOBS).start()
             await streams.until(lambda streams: streams.all_have(5))
+            assert streams.most_run
             await replaced(stack, signal.SIGSTOP)
             assert different_outputs(await streams.ended(), expected) == []
             assert client.num_resumptions > 0
@@ -143,8 +145,8 @@ async def test_streams_survive_a_new_scheduler_for_an_old_one() -> None:
     """SIGTERM ends the streams that are not over within the drain timeout."""
     with Stack(apart=True, drain_timeout_s=0.2) as stack:
         async with stack.client() as client:
-            expected = await outcomes(client, JOBS)
-            streams = StreamGroup(client, JOBS).start()
+            expected = await outcomes(client, LONG_JOBS)
+            streams = StreamGroup(client, LONG_JOBS).start()
             await streams.until(lambda streams: streams.all_have(5))
             assert streams.most_run
             await stack.ended(stack.scheduler, signal.SIGTERM)

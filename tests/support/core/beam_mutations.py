@@ -135,7 +135,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (free_blocks_of_beams_in_flight, "I6: plan"),
     (keep_beams_when_preempting, "I11: .* got"),
     (repeat_late_beams_at_once, "I27: .* before their pauses"),
-    (count_late_beams_as_computed, "I3: .* is published|I23: the executor has"),
+    (count_late_beams_as_computed, "I3: .* is published|I24: the executor has"),
     (forget_late_beams, "I19: .* is in flight"),
     (keep_the_pause_of_groups_that_end, "I19: the groups of"),
     (promise_a_group_too_little, "no blocks for|I10: .* blocks promised|would fit"),

@@ -137,7 +137,7 @@ class CheckedScheduler:
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
 
     def _check_retained(self) -> None:
-        """Checks I23: once all plans are executed, the executor has the digests that are in the index, and no others.
+        """Checks I24: once all plans are executed, the executor has the digests that are in the index, and no others.
 
         Those that the next plan publishes or withdraws are the exception.
         """
@@ -146,7 +146,7 @@ class CheckedScheduler:
         index = self.scheduler.state.cache.index
         known = {block: digest for digest, block in index.items() if block not in index.published}
         kept = {block: digest for block, digest in self.executor.digests.items() if block not in index.withdrawn}
-        assert kept == known, f"I23: the executor has the digests of {sorted(kept)}, the index those of {sorted(known)}"
+        assert kept == known, f"I24: the executor has the digests of {sorted(kept)}, the index those of {sorted(known)}"
 
     def _check_progress_is_possible(self) -> None:
         """Checks I12: if nothing is planned, a result, an executor, or the time of a batch or a deferred sequence is
