@@ -63,10 +63,13 @@ class Controller:
         with self._lock:
             self._statuses = statuses
             self._has_looked.set()
-            if (scaling := self._scaling()) is not None:
-                self._scale(scaling, statuses, now_s)
-            if ended := ended_replicas(self._wanted, statuses):
-                self._want(self._wanted.without(ended))
+            try:
+                if (scaling := self._scaling()) is not None:
+                    self._scale(scaling, statuses, now_s)
+                if ended := ended_replicas(self._wanted, statuses):
+                    self._want(self._wanted.without(ended))
+            except FleetError as error:
+                log.error("%s", error)
             wanted = self._wanted
         actions = reconcile(wanted, statuses, now_s, self._restarts.not_before_s)
         for action in actions:
@@ -87,15 +90,23 @@ class Controller:
                 case "drain":
                     self._want(self._wanted.drained(int(arguments["replica"]), drain_by_s))
                 case "down":
-                    self._want(self._wanted.down(drain_by_s))
+                    self._want(self._wanted.down(drain_by_s), is_urgent=True)
                 case _:
                     raise FleetError(f"there is no command {verb!r}")
             return self._report()
 
-    def _want(self, wanted: Wanted) -> None:
-        if wanted != self._wanted:
+    def _want(self, wanted: Wanted, *, is_urgent: bool = False) -> None:
+        """Raises FleetError if it cannot be kept, as on a full disk. What is urgent is done nevertheless."""
+        if wanted == self._wanted:
+            return
+        try:
             self._save(wanted)
-            self._wanted = wanted
+        except OSError as error:
+            problem = f"what is wanted cannot be kept: {error.strerror or error}"
+            if not is_urgent:
+                raise FleetError(problem) from None
+            log.error("%s", problem)
+        self._wanted = wanted
 
     def _carry_out(self, action: Action) -> None:
         log.info("%s %s", type(action).__name__.lower(), action.part)

@@ -154,11 +154,8 @@ class HostedPart:
         return self._free_port(self._host, last.address if last is not None else "")
 
     def _gateway_address(self, last: Record | None) -> str:
-        host, _, port = self._settings.gateway_listen.rpartition(":")
-        host = host or str(HostPort(self._host or "127.0.0.1", 0)).rpartition(":")[0]
-        if int(port) == 0:
-            return last.address if last is not None else with_port(f"{host}:0")
-        return with_port(f"{host}:{int(port) + self.part.index}")
+        address = gateway_address(self._settings.gateway_listen, self._host or "127.0.0.1", self.part.index)
+        return last.address if last is not None and HostPort.parse(address).port == 0 else with_port(address)
 
     def _socket(self, name: str) -> str:
         return f"{UNIX}{self._folder}/{name}.sock"
@@ -171,3 +168,13 @@ class HostedPart:
         address = with_port(str(HostPort(host, 0)), self._reserved)
         self._reserved.add(address)
         return address
+
+
+def gateway_address(listen: str, host: str, index: int) -> str:
+    """Returns the address of a gateway: `listen`, at `host` if it names none, at the port after those of the others.
+
+    A port of 0 stands for any free port.
+    """
+    named, _, port = listen.rpartition(":")
+    named = named or str(HostPort(host, 0)).rpartition(":")[0]
+    return f"{named}:{int(port) + index if int(port) else 0}"

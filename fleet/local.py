@@ -1,8 +1,9 @@
 """The backend for one machine: every part is a process that outlives the controller."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from fleet.backend import BackendError
@@ -32,10 +33,8 @@ class LocalBackend:
             raise BackendError(str(error)) from None
 
     def start(self, part: Part, peers: Sequence[str]) -> None:
-        try:
+        with _failing(part):
             self._host(part).start(peers)
-        except (AddressError, AddressInUse, AddressUnusable, OSError) as error:
-            raise BackendError(f"{part}: {error}") from None
 
     def watch(self) -> list[PartStatus]:
         # A part that hangs lets its probe wait, and must not delay the others.
@@ -44,15 +43,18 @@ class LocalBackend:
 
     def address(self, part: Part, incarnation: str, peers: Sequence[str]) -> None:
         if self._runs(part, incarnation):
-            self._hosted[part].tell(peers)
+            with _failing(part):
+                self._hosted[part].tell(peers)
 
     def drain(self, part: Part, incarnation: str, *, moves_streams: bool) -> None:
         if self._runs(part, incarnation):
-            self._hosted[part].drain(breaks_off=moves_streams)
+            with _failing(part):
+                self._hosted[part].drain(breaks_off=moves_streams)
 
     def kill(self, part: Part, incarnation: str) -> None:
         if self._runs(part, incarnation):
-            self._hosted[part].kill()
+            with _failing(part):
+                self._hosted[part].kill()
 
     def log_tail(self, part: Part) -> str:
         return self._hosted[part].log_tail() if part in self._hosted else ""
@@ -68,3 +70,12 @@ class LocalBackend:
                 self._settings, part, folder, None, dies_with_parent=False, reserved=self._reserved
             )
         return self._hosted[part]
+
+
+@contextmanager
+def _failing(part: Part) -> Iterator[None]:
+    """Turns an error of the system or of an address into a BackendError that names the part."""
+    try:
+        yield
+    except (AddressError, AddressInUse, AddressUnusable, OSError) as error:
+        raise BackendError(f"{part}: {error}") from None

@@ -1,6 +1,7 @@
 """The controller of a fleet on one machine, as a process: its files, its socket, and the process that restarts it.
 
     DIRECTORY/settings.json, wanted.json   written by `quire fleet up` and by the controller
+    DIRECTORY/started_in                   working directory of `quire fleet up`, to which paths in flags are relative
     DIRECTORY/control.sock                 takes one command as a line of JSON on each connection, from this user only
     DIRECTORY/lock                         held by the controller: there is never a second one
     DIRECTORY/parts                        of the backend
@@ -12,6 +13,7 @@
 import fcntl
 import json
 import logging
+import os
 import shutil
 import socket
 import socketserver
@@ -26,12 +28,13 @@ from typing import Any
 
 from fleet.backend import BackendError
 from fleet.controller import Controller
+from fleet.hosted_part import gateway_address
 from fleet.local import LocalBackend
 from fleet.processes import write_atomically
 from fleet.settings import FleetSettings
-from fleet.wanted import FleetError, NoController, Wanted
+from fleet.wanted import FleetError, NoController, Wanted, status_in
 from quire import logs
-from quire.addresses import UNIX, private_files, private_socket
+from quire.addresses import UNIX, AddressError, AddressUnusable, private_files, private_socket, with_port
 from quire.command import interpreter
 
 MAX_COMMAND_BYTES = 4096
@@ -58,10 +61,7 @@ def ask(directory: Path, verb: str, arguments: Mapping[str, Any], timeout_s: flo
                 raise NoController(f"no controller answers in {directory}: {error}") from None
             time.sleep(0.2)
             continue
-        if "error" in answer:
-            raise FleetError(answer["error"])
-        status: dict[str, Any] = answer["status"]
-        return status
+        return status_in(answer)
 
 
 def _ask_once(directory: Path, command: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     """Starts the controller in the background. It outlives this process, and the terminal.
 
     Returns whether the fleet is new; otherwise its parts may have run on without a controller.
-    Raises FleetError if there is one, or if parts of a fleet with other settings run.
+    Raises FleetError if there is one, or if parts of a fleet with other settings run; AddressInUse and FleetError if a
+    gateway of a new fleet could not listen.
     """
     with suppress(NoController):
         ask(directory, "status", {}, 0.0)
@@ -89,9 +90,12 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
             f"{directory} holds a fleet that was started with other flags and whose controller is gone: give the same "
             "flags to take it over, or end it with quire fleet down"
         )
+    if previous is None:
+        _check_addresses(settings, wanted)
     with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
         pass
     directory.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(directory / "started_in", os.getcwd())
     # There is a fleet if there are settings, so they are written last and removed first.
     write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
     write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
@@ -99,12 +103,35 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     return previous is None
 
 
+def _check_addresses(settings: FleetSettings, wanted: Wanted) -> None:
+    """Raises AddressInUse and FleetError."""
+    for index in range(wanted.gateways):
+        try:
+            with_port(gateway_address(settings.gateway_listen, "127.0.0.1", index))
+        except (AddressError, AddressUnusable) as error:
+            raise FleetError(f"gateway_listen: {error}", exit_code=2) from None
+
+
 def relaunch(directory: Path) -> None:
-    """Starts the controller of a directory that has its settings."""
+    """Starts the controller of a directory that has its settings. It works where `quire fleet up` was called."""
     with open(directory / "controller.log", "ab") as log:
         subprocess.Popen(
-            _command("keep", directory), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            _command("keep", directory),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=_started_in(directory),
         )
+
+
+def _started_in(directory: Path) -> Path:
+    """Returns the working directory of the controller: another one if that of `quire fleet up` was removed."""
+    try:
+        path = Path((directory / "started_in").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return directory
+    return path if path.is_dir() else directory
 
 
 def keep(directory: Path) -> int:
@@ -170,7 +197,7 @@ def _answer(controller: Controller, line: bytes) -> dict[str, Any]:
         command = json.loads(line)
         return {"status": controller.call(str(command["verb"]), dict(command["arguments"]))}
     except FleetError as error:
-        return {"error": str(error)}
+        return error.as_answer()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         return {"error": f"this is no command: {error!r}"}
 

@@ -79,7 +79,7 @@ class PartProcesses:
                 os.kill(pid, signal.SIGKILL)
         if left:
             return True
-        self._write(replace(record, has_ended=True))
+        self._note(replace(record, has_ended=True))
         return False
 
     @property
@@ -142,7 +142,7 @@ class PartProcesses:
         """
         if self.record is None or self.record.is_draining or not self.is_running:
             return
-        self._write(replace(self.record, is_draining=True))
+        self._note(replace(self.record, is_draining=True))
         self._send(signal.SIGTERM)
         if breaks_off:
             # A signal that came at once could be merged with the first one. Other processes drain meanwhile.
@@ -178,6 +178,11 @@ class PartProcesses:
 
     def _write_peers(self, peers: Sequence[str]) -> None:
         write_atomically(self.peers_file, "".join(f"{peer}\n" for peer in peers))
+
+    def _note(self, record: Record) -> None:
+        """Keeps a change; without the file, on a full disk. A controller that is restarted finds out most of it."""
+        with suppress(OSError):
+            self._write(record)
 
     def _write(self, record: Record) -> None:
         self.record = record

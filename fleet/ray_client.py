@@ -14,7 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from fleet.ray_backend import NAMESPACE
 from fleet.ray_control import ControllerActor, controller_name
 from fleet.settings import FleetSettings
-from fleet.wanted import FleetError, Wanted
+from fleet.wanted import FleetError, Wanted, status_in
 from quire.addresses import is_local
 from quire.log_writer import put_line
 
@@ -76,10 +76,7 @@ class RayClient:
                     raise FleetError(f"the controller does not answer: {error}") from None
                 time.sleep(0.2)
                 continue
-            if "error" in answer:
-                raise FleetError(answer["error"])
-            status: dict[str, Any] = answer["status"]
-            return status
+            return status_in(answer)
 
     def until_down(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s

@@ -55,7 +55,7 @@ class ControllerActor:
         try:
             return {"status": self._controller.call(verb, arguments)}
         except FleetError as error:
-            return {"error": str(error)}
+            return error.as_answer()
 
     def _run(self) -> None:
         self._controller.run()

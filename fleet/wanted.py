@@ -15,9 +15,21 @@ class FleetError(Exception):
         super().__init__(message)
         self.exit_code = exit_code
 
+    def as_answer(self) -> dict[str, Any]:
+        """Returns the controller's answer to a command that it refuses."""
+        return {"error": str(self), "exit_code": self.exit_code}
+
 
 class NoController(FleetError):
     """No controller answers."""
+
+
+def status_in(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the status in a controller's answer. Raises FleetError if the command was refused."""
+    if "error" in answer:
+        raise FleetError(answer["error"], answer.get("exit_code", 1))
+    status: dict[str, Any] = answer["status"]
+    return status
 
 
 @dataclass(frozen=True, slots=True)

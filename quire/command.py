@@ -10,7 +10,11 @@ def interpreter() -> tuple[str, ...]:
     `-m` puts the working directory first on the path. A folder there named `quire` must not replace this one, unless
     this process was started that way too.
     """
-    isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        here = ""
+    isolation = () if {"", here} & set(sys.path) else ("-P",)
     # With faulthandler, a process that is ended because it hangs prints the stacks of its threads.
     return (sys.executable, *isolation, "-X", "faulthandler")
 

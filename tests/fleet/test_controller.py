@@ -1,6 +1,8 @@
 """The loop of the controller over a fake backend."""
 
+import errno
 import logging
+import os
 import threading
 from typing import Any
 
@@ -184,3 +186,24 @@ def test_the_fleet_follows_its_load() -> None:
     assert len(world.controller.call("status", {})["wanted"]["serving"]) == 2
     world.ticks(60)
     assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
+
+
+def test_a_fleet_whose_disk_is_full_stays_as_it_is_and_can_be_ended(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(target_ttft_ms=1000.0, max_replicas=4)
+    world.ticks(6)
+
+    def save(wanted: Wanted) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    world.controller._save = save
+    for verb, arguments in (("scale", {"replicas": 3}), ("drain", {"replica": 0})):
+        with pytest.raises(FleetError, match="cannot be kept: No space left"):
+            world.controller.call(verb, arguments)
+    for second in range(2 * int(GROW_AFTER_S) + 4):  # it would grow
+        world.backend.loads = {Part(Role.SCHEDULER, index): Load(4000, 0.5, 1000 * second, 8) for index in range(2)}
+        world.ticks()
+    assert world.backend.parts() == EVERYTHING
+    assert "cannot be kept" in caplog.text
+    world.controller.call("down", {"timeout_s": 0})
+    assert world.ticks(20)
+    assert world.backend.parts() == []

@@ -1,13 +1,17 @@
 """The state of a part on its machine."""
 
 import asyncio
+import errno
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from fleet import hosted_part
+from fleet.backend import BackendError
 from fleet.hosted_part import HostedPart
+from fleet.local import LocalBackend
 from fleet.parts import Part, Role, State
 from fleet.probes import SILENT_S
 from fleet.settings import FleetSettings
@@ -45,3 +49,24 @@ def state_of(part: HostedPart) -> State:
     status = part.status()
     assert status is not None
     return status.state
+
+
+@pytest.mark.parametrize("verb", ["address", "drain", "kill"])
+def test_an_error_of_the_system_is_one_of_the_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    backend = LocalBackend(FleetSettings("test", "local", "model"), tmp_path / "parts")
+    part = Part(Role.EXECUTOR, 0)
+    backend._host(part)
+    for name in ("tell", "drain", "kill"):
+        monkeypatch.setattr(HostedPart, name, fails)
+    act = {
+        "address": lambda: backend.address(part, "", ()),
+        "drain": lambda: backend.drain(part, "", moves_streams=True),
+        "kill": lambda: backend.kill(part, ""),
+    }
+    with pytest.raises(BackendError, match=r"executor-0: .*No space left"):
+        act[verb]()

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from fleet.controller import Controller
 from fleet.local_control import MAX_COMMAND_BYTES, ask
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, NoController, Wanted
+from quire.addresses import AddressInUse, with_port
 from tests.support.fleet.world import FakeBackend
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -81,8 +84,9 @@ def test_a_client_that_says_nothing_holds_up_no_other(directory: Path) -> None:
 
 
 def test_a_refusal_is_an_error_of_the_command(directory: Path) -> None:
-    with pytest.raises(FleetError, match="1 to 128"):
+    with pytest.raises(FleetError, match="1 to 128") as refused:
         ask(directory, "scale", {"replicas": 0}, 5.0)
+    assert refused.value.exit_code == 2
 
 
 def test_a_missing_controller_is_an_error(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_a_controller_with_damaged_files_ends_and_is_not_started_again(
 
 
 def test_an_up_that_dies_between_its_files_leaves_no_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, settings = tmp_path / "fleet", FleetSettings("test", "local", "model")
+    directory, settings = tmp_path / "fleet", FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
     write, started = local_control.write_atomically, []
     monkeypatch.setattr(local_control, "relaunch", started.append)
 
@@ -137,3 +141,36 @@ def test_an_up_that_dies_between_its_files_leaves_no_fleet(tmp_path: Path, monke
         LocalClient(directory).ask("down", {})
     assert local_control.launch(directory, settings, Wanted.of(1)) is True
     assert started == [directory]
+
+
+def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path) -> None:
+    """The port after the one of the flag belongs to the second gateway."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        settings = FleetSettings("test", "local", "model", gateway_listen=with_port(f"127.0.0.1:{port - 1}"))
+        with pytest.raises(AddressInUse, match=str(port)):
+            local_control.launch(tmp_path / "fleet", settings, Wanted.of(1, 2))
+    assert not (tmp_path / "fleet").exists()
+
+
+def test_a_controller_works_where_its_fleet_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in the flags of services are relative to it. If it was removed, the controller runs nevertheless."""
+    directory, first, second = tmp_path / "fleet", tmp_path / "first", tmp_path / "second"
+    says_where = (sys.executable, "-c", "import os; print(os.getcwd(), flush=True)")
+    monkeypatch.setattr(local_control, "_command", lambda verb, directory: says_where)
+
+    def said() -> list[str]:
+        return (directory / "controller.log").read_text().splitlines()
+
+    for each in (first, second):
+        each.mkdir()
+    monkeypatch.chdir(first)
+    settings = FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
+    local_control.launch(directory, settings, Wanted.of(1))
+    wait_until(lambda: said() == [str(first)])
+    monkeypatch.chdir(second)
+    local_control.relaunch(directory)
+    wait_until(lambda: said() == [str(first)] * 2)
+    first.rmdir()
+    local_control.relaunch(directory)
+    wait_until(lambda: said()[2:] == [str(directory)])

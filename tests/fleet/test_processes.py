@@ -1,6 +1,7 @@
 """The processes of one part: found again, told apart from others, and ended with all that they have started."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fleet import processes
 from fleet.processes import PartProcesses, Record, session_members, start_ticks
 from tests.support.waiting import until
 
@@ -188,3 +190,19 @@ def test_a_damaged_record_is_an_error_that_names_the_file(folder: Path, text: st
 
 def _as_dict(record: Record) -> dict[str, object]:
     return {name: getattr(record, name) for name in record.__slots__}
+
+
+async def test_a_process_is_ended_while_the_disk_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    part = started(folder, "print('ready x', flush=True); import time; time.sleep(600)")
+    await until(lambda: part.has_said_ready)
+    monkeypatch.setattr(processes, "write_atomically", full)
+    with pytest.raises(OSError, match="No space"):
+        part.tell(("a:1",))
+    part.drain(breaks_off=False)
+    await until(lambda: not part.is_running)
+    assert part.record is not None
+    assert part.record.exit_code == -signal.SIGTERM
+    assert PartProcesses(folder).is_running is False  # the file says that it runs
