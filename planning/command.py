@@ -9,12 +9,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from planning import plan_view, simulate_view
 from planning.capacity import find_capacity
-from planning.demand import find_demand
 from planning.deployment import check_fits, deploy
 from planning.fleet import view
 from planning.fleet.run import FleetOutcome, check_has_no_fleet, simulate_fleet
 from planning.run import Outcome, simulate
 from planning.settings import DeploymentSettings, SimulateSettings
+from planning.simulation import Horizon
 from planning.summary import timeline
 
 
@@ -41,13 +41,13 @@ def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as
         disable=not Console(stderr=True).is_terminal,
     )
     with bar:
-        horizon = find_demand(settings, settings.max_model_len or 8192).horizon
-        total: float | None = horizon.duration_s if horizon.num_requests is None else horizon.num_requests
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=None)
 
-        def progress(now_s: float, num_ended: int) -> None:
+        def progress(horizon: Horizon, now_s: float, num_ended: int) -> None:
+            total = horizon.duration_s if horizon.num_requests is None else horizon.num_requests
             done = now_s if horizon.num_requests is None else num_ended
-            bar.update(task, completed=done, description=f"{num_ended:,} requests, {now_s:,.0f} virtual seconds")
+            description = f"{num_ended:,} requests, {now_s:,.0f} virtual seconds"
+            bar.update(task, total=total, completed=done, description=description)
 
         outcome: Outcome | FleetOutcome
         if settings.replicas is None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from planning.cost import CostModel
@@ -15,7 +16,7 @@ from planning.records import Records
 from planning.roofline import Roofline
 from planning.server import Server
 from planning.settings import SimulateSettings
-from planning.simulation import Simulation
+from planning.simulation import Horizon, Simulation
 from planning.summary import Summary, summarize
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, SchedulerLimits
 
@@ -24,8 +25,8 @@ _DEFAULT_MAX_MODEL_LEN = 8192
 MAX_BLOCKS = 10_000_000
 """Most blocks of a simulated pool. Each costs some 100 bytes."""
 
-Progress = Callable[[float, int], None]
-"""Called with the virtual seconds, and with the number of requests that have ended."""
+Progress = Callable[[Horizon, float, int], None]
+"""Called with the end of the simulation, the virtual seconds, and the number of requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def simulate(model: str, settings: SimulateSettings, progress: Progress | None =
         server, demand.sources, cost, demand.horizon, has_shared_prefixes=demand.has_shared_prefixes
     )
     started_s = time.perf_counter()
-    records = simulation.run(progress)
+    records = simulation.run(None if progress is None else partial(progress, demand.horizon))
     wall_s = time.perf_counter() - started_s
     return Outcome(deployment, summarize(records, demand.names, deployment.num_usable_blocks, wall_s), records)
 

@@ -1,7 +1,7 @@
 """The connection settings that both clients share."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.addresses import UNIX, AddressError, default_admin_address, is_local
@@ -113,5 +113,5 @@ class Connection:
     def _channel_to(self, kind: Any, address: str) -> Any:
         if address.startswith(UNIX) or not (self.tls or self.ca):
             return kind.insecure_channel(address, options=CHANNEL_OPTIONS)
-        files = self.tls if isinstance(self.tls, TlsFiles) else self.ca
+        files = replace(self.tls, ca=self.tls.ca or self.ca) if isinstance(self.tls, TlsFiles) else self.ca
         return kind.secure_channel(address, channel_credentials(files), options=CHANNEL_OPTIONS)

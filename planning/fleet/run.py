@@ -3,6 +3,7 @@
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isfinite
 
 from gateway.routing.choice import POLICIES
@@ -48,7 +49,7 @@ def simulate_fleet(model: str, settings: SimulateSettings, progress: Progress | 
         seed=settings.seed,
     )
     started_s = time.perf_counter()
-    records = simulation.run(progress)
+    records = simulation.run(None if progress is None else partial(progress, demand.horizon))
     wall_s = time.perf_counter() - started_s
     return FleetOutcome(deployment, summarize_fleet(records, demand.names, wall_s), records)
 

@@ -266,10 +266,13 @@ app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
 
 
 def _stdin_text() -> str:
-    """Returns standard input, without the newline at its end. Ends the command if it is closed."""
+    """Returns standard input, without the newline at its end. Ends the command if it is closed or not text."""
     if sys.stdin is None:
         fail("the prompt is missing, and standard input is closed", exit_codes.USAGE)
-    return sys.stdin.read().removesuffix("\n")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        fail(f"the prompt is not text: {error}", exit_codes.USAGE)
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:

@@ -1,5 +1,6 @@
 """Ends a command: an expected error becomes a line on standard error and an exit code, a bug shows its traceback."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,10 @@ def reported() -> Iterator[None]:
         fail(str(error), exit_codes.ADDRESS_IN_USE)
     except (ChildFailed, FleetError) as failure:
         fail(str(failure), failure.exit_code)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        fail(f"cannot write: {error.strerror}", exit_codes.FAILED)
     except KeyboardInterrupt:
         raise typer.Exit(exit_codes.INTERRUPTED) from None
 

@@ -1,8 +1,10 @@
 """`quire plan` and `quire simulate` on the command line, and the files they read."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,20 @@ def test_a_trace_of_requests_is_simulated(tmp_path: Path) -> None:
     closed = simulated("--lengths", str(path), "--clients", "2")["summary"]
     assert closed["num_requests"] == 3
     assert closed["virtual_s"] < 1.0
+
+
+@pytest.mark.parametrize("replicas", [(), ("--replicas", "2")])
+def test_a_file_is_read_once_so_that_it_may_be_a_pipe(tmp_path: Path, replicas: tuple[str, ...]) -> None:
+    path = tmp_path / "requests"
+    os.mkfifo(path)
+    writing = threading.Thread(
+        target=path.write_text, args=('{"prompt_tokens": 10, "output_tokens": 5}\n',), daemon=True
+    )
+    writing.start()
+    result = invoke("simulate", "qwen3-0.6b", "--lengths", str(path), *replicas, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["summary"]["num_requests"] == 1
+    writing.join(60)
 
 
 @pytest.mark.parametrize(

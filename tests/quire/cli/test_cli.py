@@ -1,6 +1,8 @@
 """The command line against a scripted server, and its exit codes."""
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
+import quire.cli.generate
 import quire.cli.main
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
@@ -158,6 +161,22 @@ def test_a_refusal_has_a_line_for_each_field(server: ScriptedServer) -> None:
 def test_generate_reads_its_prompt_from_standard_input(server: ScriptedServer, words: list[str]) -> None:
     assert invoke("generate", *words, "--address", server.address, stdin="two\nlines\n").exit_code == 0
     assert server.requests == [generation_pb2.GenerateRequest(text="two\nlines", resumable=True)]
+
+
+def test_a_prompt_that_is_not_text_is_refused(server: ScriptedServer) -> None:
+    result = CliRunner().invoke(quire.cli.main.app, ("generate", "--address", server.address), input=b"Once \xff")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "the prompt is not text" in result.stderr
+    assert server.requests == []
+
+
+def test_an_output_that_cannot_be_written_is_one_line(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(quire.cli.generate, "write_text", full)
+    result = invoke("generate", "p", "--address", server.address)
+    assert (result.exit_code, result.stderr) == (1, "quire: cannot write: No space left on device\n")
 
 
 def test_generate_can_chat(server: ScriptedServer) -> None:

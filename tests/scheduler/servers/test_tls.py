@@ -105,6 +105,9 @@ async def test_the_client_library_sends_its_key_and_its_certificate(
     async with AsyncClient(served.server.address, **options) as stranger:
         with pytest.raises(UnauthenticatedError):
             await stranger.server_info()
+    pair = {"tls": TlsFiles(client.certificate, client.key), "ca": authority.ca}
+    async with AsyncClient(served.server.address, api_key=callers.keys["observe"], **pair) as observer:
+        assert (await observer.server_info()).model_name == "tiny"
     async with AsyncClient(served.server.address, ca=authority.ca) as without:
         with pytest.raises(UnavailableError):
             await without.server_info()
