@@ -34,6 +34,12 @@ _NEUTRAL_IN_TEXT = CACHE_CONTROL | {"citations": ([],)}
 _NEUTRAL_IN_CALL = CACHE_CONTROL | {"caller": ({"type": "direct"},)}
 """Blocks of answers have these fields, too, and clients send them back."""
 
+_NEUTRAL_IN_TOOL = CACHE_CONTROL | {
+    "eager_input_streaming": (True, False),  # arguments are streamed as they are written
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+}
+
 NAMES = (
     SAMPLING_NAMES
     | GRAMMAR_NAMES
@@ -111,7 +117,7 @@ def _add_thinking(fields: Fields, chat: pb.ChatPrompt) -> None:
             thinking.check_names({"type"})
             chat.template_arguments["enable_thinking"] = "false"  # templates without it do not change
         case "adaptive":
-            thinking.check_names({"type"})  # the model thinks as it has learned
+            thinking.check_names({"type"}, {"display": ("summarized",)})  # the model thinks as it has learned
         case kind:
             thinking.add_problem("type", f"must be disabled or adaptive, not {shown(kind)}: thoughts have no budget")
 
@@ -172,7 +178,7 @@ def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
     tools = []
     for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
         tool = Fields(value, f"tools[{i}].", fields.problems)
-        tool.check_names({"name", "description", "input_schema", "type", "strict"}, CACHE_CONTROL)
+        tool.check_names({"name", "description", "input_schema", "type", "strict"}, _NEUTRAL_IN_TOOL)
         if tool.get("type") not in (None, "custom"):
             tool.add_problem("type", f'must be "custom", not {shown(tool.get("type"))}')
         tools.append(add_plain_tool(tool, "input_schema", chat))

@@ -20,11 +20,14 @@ CACHE_CONTROL: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],)} | CACHE_CONTROL
 
+_PARSED = {"parsed", "parsed_arguments"}
+"""Fields that helpers of OpenAI's client add to the messages that they return. They repeat others, and are ignored."""
+
 _KNOWN = {
     "system": {"role", "content", "name"},
     "developer": {"role", "content", "name"},
     "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", *_PARSED},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
@@ -78,7 +81,7 @@ def _add_call(call: Fields, added: pb.ToolCall) -> None:
     if function is None:
         call.add_problem("function", "must be given")
         return
-    function.check_names({"name", "arguments"})
+    function.check_names({"name", "arguments", *_PARSED})
     added.id = call.text("id") or ""
     added.name = function.text("name") or ""
     if not added.name:

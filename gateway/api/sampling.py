@@ -39,7 +39,7 @@ SHARED = frozenset(
 IGNORED = frozenset(
     {
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction",
+        "prompt_cache_options", "prediction",
     }
 )  # fmt: skip
 

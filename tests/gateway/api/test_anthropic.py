@@ -150,8 +150,17 @@ def test_how_long_a_prompt_is_cached_changes_nothing(ttl: str | None) -> None:
     assert parse(messages=[{"role": "user", "content": content}], tools=[TOOL | cached]) == parse(tools=[TOOL])
 
 
+def test_fields_of_tools_that_ask_for_what_is_done_anyway_change_nothing() -> None:
+    asked = {"eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"]}
+    assert parse(tools=[TOOL | asked]) == parse(tools=[TOOL])
+    with pytest.raises(ApiError) as caught:
+        parse(tools=[TOOL | {"defer_loading": True}])
+    assert caught.value.param == "tools[0].defer_loading"
+
+
 def test_thinking_is_a_variable_of_the_template() -> None:
     assert parse(thinking={"type": "adaptive"}) == parse()
+    assert parse(thinking={"type": "adaptive", "display": "summarized"}) == parse()
     assert parse(thinking={"type": "disabled"}).chat.template_arguments == {"enable_thinking": "false"}
 
 

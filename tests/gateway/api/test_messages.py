@@ -45,6 +45,14 @@ def test_roles_and_contents() -> None:
     assert not chat.messages[0].HasField("name")
 
 
+def test_what_helpers_of_the_client_add_is_ignored() -> None:
+    function = CALL["function"]
+    call = CALL | {"function": {**function, "parsed_arguments": {"x": 1}}}  # type: ignore[dict-item]
+    message = {"role": "assistant", "content": "c", "tool_calls": [CALL]}
+    assert parsed([USER, message | {"parsed": {"y": 2}, "tool_calls": [call]}]) == parsed([USER, message])
+    assert refused([USER | {"parsed": {"y": 2}}]) == "messages[0].parsed"
+
+
 def test_calls_and_their_results() -> None:
     chat = parsed(
         [

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jsonschema
 import pytest
 from jsonschema.validators import validator_for
-from openai import AsyncOpenAI, BadRequestError, LengthFinishReasonError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, LengthFinishReasonError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
 from tests.support.gateway.random_schemas import RandomSchemas
@@ -50,6 +50,23 @@ def chat(openai: OpenAI, **fields: Any) -> str:
 def test_a_model_of_pydantic_comes_back(openai: OpenAI) -> None:
     answer = openai.chat.completions.parse(messages=CHAT, response_format=Fox, **SAMPLED)
     assert isinstance(answer.choices[0].message.parsed, Fox)
+
+
+def test_what_the_helpers_return_can_be_sent_back(openai: OpenAI) -> None:
+    """Their messages repeat the content and the arguments as objects."""
+    tools = [pydantic_function_tool(Fox)]
+    forced: Any = {"type": "function", "function": {"name": "Fox"}}
+    text = openai.chat.completions.parse(messages=CHAT, response_format=Fox, **SAMPLED).choices[0].message
+    called = openai.chat.completions.parse(messages=CHAT, tools=tools, tool_choice=forced, **SAMPLED).choices[0].message
+    with openai.chat.completions.stream(messages=CHAT, tools=tools, tool_choice=forced, **SAMPLED) as events:
+        streamed = events.get_final_completion().choices[0].message
+    for message in (called, streamed):
+        assert message.tool_calls is not None
+        assert isinstance(message.tool_calls[0].function.parsed_arguments, Fox)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "done"}
+        assert openai.chat.completions.create(messages=[*CHAT, message, result], **SAMPLED | {"max_tokens": 4})
+    assert text.parsed is not None
+    assert openai.chat.completions.create(messages=[*CHAT, text, *CHAT], **SAMPLED | {"max_tokens": 4})
 
 
 def test_every_choice_follows_the_schema(openai: OpenAI) -> None:
