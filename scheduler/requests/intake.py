@@ -225,7 +225,7 @@ class Intake:
             stream_settings = replace(stream_settings, token_bytes=self.model.tokenizer.token_bytes)
         new_detokenizer = partial(
             self.model.tokenizer.detokenizer,
-            continues_text=checker.continues_prompt,
+            continues_text=checker.keeps_first_space,
             shows_special_tokens=checker.shows_special_tokens,
         )
         if checker.resumption is None:

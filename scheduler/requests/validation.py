@@ -126,9 +126,9 @@ class RequestChecker:
         )
 
     @property
-    def continues_prompt(self) -> bool:
-        """True if the output continues the text of the prompt; the answer in a chat is a text of its own."""
-        return self.chat is None or self.chat.continues_last
+    def keeps_first_space(self) -> bool:
+        """True unless tokenizers write a space before the output that is not meant, as before an answer in a chat."""
+        return self.chat is None or self.chat.continues_last or self.grammar is not None  # a grammar allowed the space
 
     def stream_settings(self, request: Request) -> StreamSettings:
         """Returns what the response stream of the completed request needs."""

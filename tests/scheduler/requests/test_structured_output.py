@@ -11,7 +11,10 @@ from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import RequestFields
 from scheduler.servers.generation_server import read_fields
+from scheduler.text.chat_messages import ChatMessage
 from scheduler.text.grammars import GrammarDefinition
+from scheduler.text.tokenizer import Tokenizer
+from tests.support.scheduler.small_tokenizers import sentencepiece
 from tests.support.scheduler.validator_rig import BOUNDS, LIMITS, Unread, check, request, violations
 
 ABLE = replace(BOUNDS, has_grammars=True)
@@ -37,6 +40,17 @@ def test_each_kind_has_a_definition() -> None:
     assert definition(lark='start: "a"') == GrammarDefinition("lark", 'start: "a"')
     assert definition(choice=["é", "", '"']) == GrammarDefinition("choice", '["é", "", "\\""]')
     assert check(request(), ABLE).grammar is None
+
+
+@pytest.mark.parametrize(("kinds", "text"), [({}, "fox"), ({"choice": [" fox"]}, " fox")])
+def test_a_space_that_the_grammar_asks_for_is_sent(kinds: dict[str, Any], text: str) -> None:
+    """Without a grammar, the first space of an answer in a chat is one that such tokenizers always write."""
+    chat = [ChatMessage("user", "hi")]
+    asked = with_grammar(kinds, chat=chat) if kinds else request(chat=chat)
+    pieces = sentencepiece()
+    ids = [pieces.token_to_id(piece) for piece in ("▁", "<0x66>", "o", "x")]
+    detokenizer = Tokenizer(pieces).detokenizer(continues_text=check(asked, ABLE).keeps_first_space)
+    assert detokenizer.decode(ids) + detokenizer.flush() == text
 
 
 @pytest.mark.parametrize("kinds", [{}, {"regex": "a", "lark": "b"}, {"json_object": True, "choice": ["a"]}])
