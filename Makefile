@@ -84,7 +84,8 @@ clean:  ## remove the environment and everything generated
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, pip compiles on one; some files are no Python
 	touch $@
 
 .PHONY: help run serve test test-all soak wheel-check gpu-rehearsal upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean
