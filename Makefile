@@ -85,7 +85,7 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores, pip compiles on one; some files are no Python
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip compiles on one core; a few templates are no Python
 	touch $@
 
 .PHONY: help run serve test test-all soak wheel-check gpu-rehearsal upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean
