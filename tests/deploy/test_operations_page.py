@@ -27,7 +27,17 @@ def test_every_flag_in_the_text_exists() -> None:
         for field in fields(config)
     }
     of_other_commands = {
-        *("--help", "--profile", "--undo", "--no-gateway", "--gateway-listen", "--replicas", "--file", "--role")
+        *(
+            "--help",
+            "--profile",
+            "--undo",
+            "--no-gateway",
+            "--gateway-listen",
+            "--replicas",
+            "--file",
+            "--role",
+            "--pairs",
+        )
     }
     assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_other_commands
 
