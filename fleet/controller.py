@@ -96,7 +96,10 @@ class Controller:
             return self._report()
 
     def _want(self, wanted: Wanted, *, is_urgent: bool = False) -> None:
-        """Raises FleetError if it cannot be kept, as on a full disk. What is urgent is done nevertheless."""
+        """Raises FleetError if it cannot be kept, as on a full disk.
+
+        What is urgent is done nevertheless. A controller that is restarted meanwhile does not know of it.
+        """
         if wanted == self._wanted:
             return
         try:

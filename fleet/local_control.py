@@ -1,7 +1,7 @@
 """The controller of a fleet on one machine, as a process: its files, its socket, and the process that restarts it.
 
     DIRECTORY/settings.json, wanted.json   written by `quire fleet up` and by the controller
-    DIRECTORY/started_in                   working directory of `quire fleet up`, to which paths in flags are relative
+    DIRECTORY/started_in                   link to the working directory of `quire fleet up`, for paths in its flags
     DIRECTORY/control.sock                 takes one command as a line of JSON on each connection, from this user only
     DIRECTORY/lock                         held by the controller: there is never a second one
     DIRECTORY/parts                        of the backend
@@ -92,10 +92,15 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
         )
     if previous is None:
         _check_addresses(settings, wanted)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise FleetError("the working directory was removed", exit_code=2) from None
     with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
         pass
     directory.mkdir(mode=0o700, exist_ok=True)
-    write_atomically(directory / "started_in", os.getcwd())
+    (directory / "started_in").unlink(missing_ok=True)
+    (directory / "started_in").symlink_to(here)
     # There is a fleet if there are settings, so they are written last and removed first.
     write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
     write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
@@ -113,7 +118,8 @@ def _check_addresses(settings: FleetSettings, wanted: Wanted) -> None:
 
 
 def relaunch(directory: Path) -> None:
-    """Starts the controller of a directory that has its settings. It works where `quire fleet up` was called."""
+    """Starts the controller of a directory that has its settings, in the working directory of `quire fleet up`."""
+    started_in = directory / "started_in"
     with open(directory / "controller.log", "ab") as log:
         subprocess.Popen(
             _command("keep", directory),
@@ -121,17 +127,8 @@ def relaunch(directory: Path) -> None:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            cwd=_started_in(directory),
+            cwd=started_in if started_in.is_dir() else directory,  # it may have been removed
         )
-
-
-def _started_in(directory: Path) -> Path:
-    """Returns the working directory of the controller: another one if that of `quire fleet up` was removed."""
-    try:
-        path = Path((directory / "started_in").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return directory
-    return path if path.is_dir() else directory
 
 
 def keep(directory: Path) -> int:

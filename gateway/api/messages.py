@@ -20,16 +20,15 @@ CACHE_CONTROL: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],)} | CACHE_CONTROL
 
-_PARSED = {"parsed", "parsed_arguments"}
-"""Fields that helpers of OpenAI's client add to the messages that they return. They repeat others, and are ignored."""
-
 _KNOWN = {
     "system": {"role", "content", "name"},
     "developer": {"role", "content", "name"},
     "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", *_PARSED},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", "parsed"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
+"""The fields of each role. `parsed` repeats the content: helpers of OpenAI's client add it, and it is ignored."""
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
 """Fields that an answer of this API has, and that clients send back with it."""
 
@@ -81,7 +80,7 @@ def _add_call(call: Fields, added: pb.ToolCall) -> None:
     if function is None:
         call.add_problem("function", "must be given")
         return
-    function.check_names({"name", "arguments", *_PARSED})
+    function.check_names({"name", "arguments", "parsed_arguments"})  # the last one is as `parsed`
     added.id = call.text("id") or ""
     added.name = function.text("name") or ""
     if not added.name:

@@ -153,14 +153,27 @@ def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path) -
     assert not (tmp_path / "fleet").exists()
 
 
+def test_a_fleet_is_not_started_in_a_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    settings = FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
+    with pytest.raises(FleetError, match="removed"):
+        local_control.launch(tmp_path / "fleet", settings, Wanted.of(1))
+    assert not (tmp_path / "fleet").exists()
+
+
 def test_a_controller_works_where_its_fleet_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths in the flags of services are relative to it. If it was removed, the controller runs nevertheless."""
-    directory, first, second = tmp_path / "fleet", tmp_path / "first", tmp_path / "second"
-    says_where = (sys.executable, "-c", "import os; print(os.getcwd(), flush=True)")
+    directory, first, second = tmp_path / "fleet", tmp_path / "first \udcff", tmp_path / "second"
+    says_where = (sys.executable, "-c", "import os, sys; sys.stdout.buffer.write(os.getcwdb() + b'\\n')")
     monkeypatch.setattr(local_control, "_command", lambda verb, directory: says_where)
 
     def said() -> list[str]:
-        return (directory / "controller.log").read_text().splitlines()
+        return [os.fsdecode(line) for line in (directory / "controller.log").read_bytes().splitlines()]
 
     for each in (first, second):
         each.mkdir()

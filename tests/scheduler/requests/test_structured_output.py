@@ -1,21 +1,30 @@
 """Checks of a request's grammar, before it is compiled."""
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import InvalidRequest
+from scheduler.core import FinishReason, InvalidRequest
 from scheduler.requests.generation_defaults import GenerationDefaults
+from scheduler.requests.intake import Intake, ServedModel
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import RequestFields
 from scheduler.servers.generation_server import read_fields
-from scheduler.text.chat_messages import ChatMessage
-from scheduler.text.grammars import GrammarDefinition
+from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.telemetry.request_observer import Caller
+from scheduler.text.chat_messages import Chat, ChatMessage
+from scheduler.text.grammars import GrammarCompiler, GrammarDefinition
 from scheduler.text.tokenizer import Tokenizer
+from tests.support.scheduler.fake_engine import MODEL, FakeEngine
 from tests.support.scheduler.small_tokenizers import sentencepiece
 from tests.support.scheduler.validator_rig import BOUNDS, LIMITS, Unread, check, request, violations
+
+if TYPE_CHECKING:
+    from scheduler.engine.engine import Engine
+    from scheduler.text.chat import ChatRenderer
 
 ABLE = replace(BOUNDS, has_grammars=True)
 SMALL = RequestLimits(max_grammar_bytes=8, max_num_choices=3)
@@ -42,15 +51,35 @@ def test_each_kind_has_a_definition() -> None:
     assert check(request(), ABLE).grammar is None
 
 
-@pytest.mark.parametrize(("kinds", "text"), [({}, "fox"), ({"choice": [" fox"]}, " fox")])
-def test_a_space_that_the_grammar_asks_for_is_sent(kinds: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(("kinds", "text"), [({}, "fox"), ({"choice": ["fox", " fox"]}, " fox")])
+async def test_a_space_that_the_grammar_allowed_is_sent(kinds: dict[str, Any], text: str, tmp_path: Path) -> None:
     """Without a grammar, the first space of an answer in a chat is one that such tokenizers always write."""
+    pieces = sentencepiece()
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    eos = pieces.token_to_id("</s>")
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", [eos])
+    defaults = GenerationDefaults(eos_token_ids=(eos,))
+    model = ServedModel(Tokenizer(pieces), cast("ChatRenderer", Renderer()), defaults, compiler)
+    engine = FakeEngine(replace(MODEL, vocab_size=pieces.get_vocab_size(), has_grammars=True))
     chat = [ChatMessage("user", "hi")]
     asked = with_grammar(kinds, chat=chat) if kinds else request(chat=chat)
-    pieces = sentencepiece()
-    ids = [pieces.token_to_id(piece) for piece in ("▁", "<0x66>", "o", "x")]
-    detokenizer = Tokenizer(pieces).detokenizer(continues_text=check(asked, ABLE).keeps_first_space)
-    assert detokenizer.decode(ids) + detokenizer.flush() == text
+    try:
+        async with Intake(cast("Engine", engine), model, SchedulerMetrics()).open(asked, Caller(), None) as stream:
+            submitted = (await engine.next_request()).start()
+            for piece in ("▁", "<0x66>", "o", "x"):
+                submitted.emit([pieces.token_to_id(piece)])
+            submitted.finish(FinishReason.EOS)
+            assert "".join([message.delta.text async for message in stream.messages()]) == text
+    finally:
+        await compiler.close()
+        model.tokenizer.close()
+
+
+class Renderer:
+    """A chat template that gives the content of the last message."""
+
+    async def render(self, chat: Chat, *, tenant: str) -> str:
+        return chat.messages[-1].content or ""
 
 
 @pytest.mark.parametrize("kinds", [{}, {"regex": "a", "lark": "b"}, {"json_object": True, "choice": ["a"]}])

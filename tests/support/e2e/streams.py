@@ -176,9 +176,10 @@ def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[
 
 
 def mixed_jobs(num_jobs: int, num_tokens: int = 140) -> list[Job]:
-    """Returns varied jobs. Those that do not stop have at least `num_tokens`; the others have at most 40 fewer.
+    """Returns varied jobs: greedy or seeded, with short and long prompts, one or two samples, and stop strings.
 
-    They are greedy or seeded, with short and long prompts, one or two samples, and stop strings.
+    Six of eight have at least `num_tokens`. The other two, which may end earlier by themselves, have at least 100, or
+    `num_tokens - 40` if that is less.
     """
     return [_mixed_job(number, num_tokens) for number in range(num_jobs)]
 
