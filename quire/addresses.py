@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
 from stat import S_ISDIR
-from tempfile import gettempdir
 
 UNIX = "unix:"
 FILE = "file:"  # an address that stands in a file, because it changes
@@ -163,7 +162,16 @@ def _check_socket_file(path: str) -> None:
 
 def private_socket(name: str) -> str:
     """Returns the address of a socket file of this name in the user's private directory, which need not exist yet."""
-    return f"{UNIX}{gettempdir()}/quire-{os.getuid()}/{name}.sock"
+    return f"{UNIX}{_temporary_directory()}/quire-{os.getuid()}/{name}.sock"
+
+
+def _temporary_directory() -> str:
+    """Returns the directory of temporary files, also while it is full.
+
+    `tempfile.gettempdir` would then return another one, and a process that starts later would not find the files.
+    """
+    given = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
+    return next((os.path.abspath(each) for each in given if os.path.isdir(each) and os.access(each, os.W_OK)), "/tmp")
 
 
 @contextmanager

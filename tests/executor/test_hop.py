@@ -183,7 +183,7 @@ async def test_only_the_user_can_open_the_socket_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", ["mode", "link", "file"])
 def test_a_private_directory_that_others_can_change_is_not_used(spoil: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("quire.addresses.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     address, path = private_socket("executor"), tmp_path / f"quire-{os.getuid()}"
     assert address == f"unix:{path}/executor.sock"
     with private_files(address):

@@ -17,7 +17,7 @@ from fleet.controller import Controller
 from fleet.local_control import MAX_COMMAND_BYTES, ask
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, NoController, Wanted
-from quire.addresses import AddressInUse, with_port
+from quire.addresses import AddressInUse, HostPort, with_port
 from tests.support.fleet.world import FakeBackend
 from tests.support.waiting import wait_until
 
@@ -143,12 +143,13 @@ def test_an_up_that_dies_between_its_files_leaves_no_fleet(tmp_path: Path, monke
     assert started == [directory]
 
 
-def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path) -> None:
+def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The port after the one of the flag belongs to the second gateway."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        settings = FleetSettings("test", "local", "model", gateway_listen=with_port(f"127.0.0.1:{port - 1}"))
-        with pytest.raises(AddressInUse, match=str(port)):
+    monkeypatch.setattr(local_control, "relaunch", lambda directory: pytest.fail("a controller was started"))
+    first = HostPort.parse(with_port("127.0.0.1:0"))
+    settings = FleetSettings("test", "local", "model", gateway_listen=str(first))
+    with socket.create_server((first.host, first.port + 1)):
+        with pytest.raises(AddressInUse, match=str(first.port + 1)):
             local_control.launch(tmp_path / "fleet", settings, Wanted.of(1, 2))
     assert not (tmp_path / "fleet").exists()
 
@@ -156,6 +157,7 @@ def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path) -
 def test_a_fleet_is_not_started_in_a_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local_control, "relaunch", lambda directory: pytest.fail("a controller was started"))
     removed = tmp_path / "removed"
     removed.mkdir()
     monkeypatch.chdir(removed)

@@ -1,9 +1,21 @@
+import errno
+import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from quire.addresses import AddressError, AddressInUse, AddressUnusable, HostPort, at_port, check_free, with_port
+from quire.addresses import (
+    AddressError,
+    AddressInUse,
+    AddressUnusable,
+    HostPort,
+    at_port,
+    check_free,
+    private_socket,
+    with_port,
+)
 
 
 def test_port_0_becomes_a_free_port() -> None:
@@ -68,3 +80,18 @@ def test_addresses_where_no_server_can_listen(address: str) -> None:
 def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(AddressError):
         HostPort.parse(address)
+
+
+def test_the_private_directory_is_the_same_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "tempdir", None)  # as in a process that has just started
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "open", full)
+    assert private_socket("x") == f"unix:{tmp_path}/quire-{os.getuid()}/x.sock"
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nothing"))
+    assert private_socket("x") == f"unix:/tmp/quire-{os.getuid()}/x.sock"
