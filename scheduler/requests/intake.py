@@ -13,13 +13,13 @@ from collections.abc import Sized
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import FinishReason, Request, Unavailable
+from scheduler.core import Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.completion import Completion
+from scheduler.requests.leaving import code_of_leaving, reason_of_leaving
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.open_grammars import GrammarHolder, OpenGrammars
 from scheduler.requests.open_streams import OpenStreams
@@ -111,7 +111,7 @@ class Intake:
         with self.open_streams.opened(caller.tenant, observed), self._grammars.held(caller.tenant) as holder:
             request, stream, request_metrics = await self._admit(fields, holder, deadline_s, observed)
             with ExitStack() as ending:  # from the last to the first, even if one of them fails
-                ending.callback(request_metrics.ended, FinishReason.CANCELLED)  # no effect if the request has ended
+                ending.callback(lambda: request_metrics.ended(reason_of_leaving(deadline_s, observed.arrival_s)))
                 ending.callback(lambda: self._rates.add_tokens(caller.tenant, request_metrics.num_tokens))
                 ending.callback(stream.close)
                 ending.callback(self._engine.cancel, request.request_id)
@@ -187,7 +187,7 @@ class Intake:
                 if request.outputs or not resumed.has_rest:
                     stream.begin_resumed()
         except asyncio.CancelledError:
-            observed.refused("cancelled")
+            observed.refused(code_of_leaving(deadline_s, observed.arrival_s))
             raise
         except Exception as error:
             observed.refused(code_of(error).name.lower())
@@ -292,7 +292,7 @@ class Intake:
 def _claimed_max_tokens(fields: RequestFields) -> float:
     """Returns the bound of a request that was not checked yet; infinity if it has none, or no valid one."""
     claimed = fields.get("stopping.max_tokens")
-    return claimed if isinstance(claimed, int) and claimed > 0 else inf
+    return claimed if isinstance(claimed, int) and claimed > 0 else float("inf")
 
 
 def _length(value: object) -> int:

@@ -160,13 +160,11 @@ class GrpcServer:
         # Reflection describes all services, although Generation is at the other address.
         services = (GENERATION, TOKENIZATION, REPLICA, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
-        with private_files(admin_listen):
-            self.admin_address = _bind(self._admin, admin_listen, access)
+        self.admin_address = _bind(self._admin, admin_listen, access)
         self._servers = [self._public, self._admin]
         if local_listen is not None:
             self._servers.append(generating(LOCAL))
-            with private_files(local_listen):
-                _bind(self._servers[-1], local_listen, access)
+            _bind(self._servers[-1], local_listen, access)
 
     async def start(self) -> None:
         await asyncio.gather(*(server.start() for server in self._servers))
@@ -204,7 +202,8 @@ def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:
     check_free(listen)
     try:
         if access.tls is None or listen.startswith(UNIX):
-            port = server.add_insecure_port(listen)
+            with private_files(listen):
+                port = server.add_insecure_port(listen)
         else:
             credentials = server_credentials(access.tls, access.requires_client_certificate)
             port = server.add_secure_port(listen, credentials)

@@ -16,7 +16,15 @@ SCHEDULE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025
 SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 TOKENS = tuple(2**i for i in range(21))
 
-REJECTIONS = ("invalid_argument", "out_of_range", "resource_exhausted", "unavailable", "cancelled", "internal")
+REJECTIONS = (
+    "invalid_argument",
+    "out_of_range",
+    "resource_exhausted",
+    "unavailable",
+    "cancelled",
+    "deadline_exceeded",
+    "internal",
+)
 """Expected reasons. Their counters start at 0, because a rate misses the first event of an absent counter."""
 
 HISTOGRAMS = {

@@ -52,7 +52,8 @@ class RequestMetrics:
     exemplar    labels with which the histograms refer to this request
     on_end      called once, when the request has ended and everything is counted
     is_resumed  it continues a stream that broke off. Histograms of whole requests do not count it, because another
-                server has seen its beginning; only queue times and the times between tokens do
+                server has seen its beginning; only queue times and the times between tokens do. Its prompt was counted
+                for the tenant there
     """
 
     __slots__ = (
@@ -123,7 +124,8 @@ class RequestMetrics:
         self._num_cached_tokens = num_cached_tokens
         measurements.num_prompt_tokens["cached"] += num_cached_tokens
         measurements.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
-        measurements.tenants.tokens(self._tenant, "prompt", num_prompt_tokens)
+        if not self._is_resumed:
+            measurements.tenants.tokens(self._tenant, "prompt", num_prompt_tokens)
         self._observe("quire_request_prompt_tokens", now_s, num_prompt_tokens)
 
     def tokens(self, index: int, num_tokens: int) -> None:

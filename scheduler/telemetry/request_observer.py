@@ -164,6 +164,7 @@ def _summary_fields(facts: RequestFacts, summary: RequestSummary) -> dict[str, o
     return {
         "engine_id": facts.engine_id,
         "reason": summary.reason.value,
+        "is_resumed": facts.is_resumed,
         "prompt_tokens": facts.num_prompt_tokens,
         "cached_tokens": summary.num_cached_tokens,
         "generated_tokens": summary.num_generation_tokens,

@@ -240,6 +240,7 @@ async def test_histograms_of_whole_requests_do_not_count_resumed_ones(models: Mo
         assert counts.keys() <= {"quire_request_queue_time_seconds", "quire_inter_token_latency_seconds"}
         num_received = sum(len(message.delta.token_ids) for message in received)
         assert measured.num_generation_tokens == 16 - num_received
+        assert {kind: num for (_, kind), num in measured.tenants.num_tokens.items()} == {"generated": 16 - num_received}
         assert "quire_requests_resumed_total" in scheduler.metrics.render().decode()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import stat
 from pathlib import Path
 
 import grpc
@@ -210,7 +211,7 @@ async def test_reflection_lists_all_services(servers: Servers) -> None:
     [
         ("192.0.2.1:1234", AddressUnusable),
         ("nonsense", AddressError),
-        ("unix:/no/such/dir/x.sock", AddressUnusable),
+        ("unix:/dev/null/dir/x.sock", AddressUnusable),
     ],
 )
 async def test_bad_addresses_are_refused(servers: Servers, listen: str, error: type[Exception]) -> None:
@@ -229,6 +230,15 @@ async def test_address_in_use_is_refused(servers: Servers, tmp_path_factory: pyt
     await servers.start(listen=path)
     with pytest.raises(AddressInUse):  # gRPC would replace the first server's socket file
         await servers.start(listen=path)
+
+
+async def test_a_socket_file_is_this_users_and_its_directory_need_not_exist(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The schedulers of `quire serve --replicas` are the first to use the private directory."""
+    path = tmp_path_factory.mktemp("s") / "new" / "x.sock"
+    await servers.start(listen=f"unix:{path}")
+    assert [stat.S_IMODE(place.stat().st_mode) for place in (path.parent, path)] == [0o700, 0o600]
 
 
 async def test_stale_socket_file_is_replaced(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -87,6 +87,7 @@ async def test_ended_request_is_logged(servers: Servers, log: Log) -> None:
         "trace_id": TRACE_ID,
         "engine_id": 1,
         "reason": "length",
+        "is_resumed": False,
         "prompt_tokens": len(submitted.request.prompt_token_ids),
         "cached_tokens": 2,
         "generated_tokens": 3,
@@ -120,6 +121,16 @@ async def test_tokens_before_a_deadline_are_counted(servers: Servers, log: Log) 
     assert (fields["reason"], fields["generated_tokens"]) == ("deadline", 2)
     assert servers.metrics.measurements.num_generation_tokens == 2
     assert servers.metrics.measurements.histograms["quire_request_generation_tokens"].sum == 2
+
+
+async def test_a_client_that_ends_its_call_at_its_deadline_has_not_left(servers: Servers, log: Log) -> None:
+    """The engine of this test ends nothing at a deadline, so gRPC and the client are the first."""
+    served = await servers.start()
+    with pytest.raises(grpc.aio.AioRpcError):
+        assert [message async for message in served.generation.Generate(pb.GenerateRequest(text="hello"), timeout=0.3)]
+    await served.idle()
+    assert log.fields("request ended")["reason"] == "deadline"
+    assert servers.metrics.measurements.num_finished == {FinishReason.DEADLINE: 1}
 
 
 async def test_refused_requests_are_logged(servers: Servers, log: Log) -> None:
