@@ -83,6 +83,7 @@ class Request:
     is_open_ended    the client set no max_tokens: params.max_total_tokens is what fits, and shrinks with the pool
     outputs          for a request that is resumed with some output: one for each sequence, not all finished; otherwise
                      empty. A beam search has none, because it starts again
+    is_resumed       its client has received the beginning of the stream, if only its prompt's log-probabilities
     num_prompt_reported  log-probabilities of prompt tokens that the client of a resumed request has received
     priority         under the priority policy, lower runs earlier; it orders the requests of one tenant only
     cache_salt       only requests with the same salt share prefixes
@@ -100,11 +101,17 @@ class Request:
     is_open_ended: bool = False
     tenant: str = DEFAULT_TENANT
     outputs: tuple[ReceivedOutput, ...] = ()
+    is_resumed: bool = False
     num_prompt_reported: int = 0
 
     @property
     def num_sequences(self) -> int:
         return len(self.seeds)
+
+    @property
+    def num_results(self) -> int:
+        """The number of outputs that its client receives."""
+        return self.beam.num_returned if self.beam else self.num_sequences
 
     @property
     def num_slots(self) -> int:

@@ -102,11 +102,14 @@ def _fail_requests_with_grammar(core: Scheduler, dispatcher: EventDispatcher) ->
 def _fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
     """Fails the requests that cannot go on with other weights: all they report must come from one model.
 
-    A request that has started may also have told its client which weights it has (`Continuation.model_digest`).
+    A request that has started may also have told its client which weights it has (`Continuation.model_digest`), and a
+    resumed one has begun with them.
     """
     log.error("the executor has other weights under the same name: requests that have output fail")
     with_output = [
-        request_id for request_id, active in core.state.requests.items() if active.has_started or active.request.outputs
+        request_id
+        for request_id, active in core.state.requests.items()
+        if active.has_started or active.request.is_resumed
     ]
     for request_id in with_output:
         dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire.v1 import generation_pb2 as pb
 from scheduler.core import Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.completion import Completion
@@ -25,7 +24,14 @@ from scheduler.requests.open_grammars import GrammarHolder, OpenGrammars
 from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.replay import Replay, Replays, ResumedBeams
 from scheduler.requests.response_stream import ResponseStream
-from scheduler.requests.resumption import SEQUENCES, model_digest, num_resumed_ids
+from scheduler.requests.resumption import (
+    CONTINUATION,
+    SEQUENCES,
+    check_model,
+    continuation_of,
+    model_digest,
+    num_resumed_ids,
+)
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
@@ -210,8 +216,10 @@ class Intake:
         request_id = self._engine.new_request_id()
 
         def complete() -> Request:
-            # The bounds are read each time because a smaller pool may arrive while text is tokenised or replayed.
+            # The bounds are read each time: an executor with a smaller pool or other weights may have come meanwhile.
             bounds = self._bounds()
+            if checker.resumption is not None:
+                check_model(fields.get(CONTINUATION), bounds)
             return checker.complete(
                 prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s, grammar=grammar
             )
@@ -219,7 +227,7 @@ class Intake:
         request = complete()
         stream_settings = checker.stream_settings(request)
         if checker.is_resumable or checker.resumption is not None:
-            new_continuation = partial(self._continuation, request)
+            new_continuation = partial(continuation_of, self._engine, request)
             stream_settings = replace(stream_settings, new_continuation=new_continuation)
         if checker.has_token_bytes:
             stream_settings = replace(stream_settings, token_bytes=self.model.tokenizer.token_bytes)
@@ -236,15 +244,6 @@ class Intake:
         resumed = await self._replays.replay(tenant, checker.outputs, stream_settings, new_detokenizer)
         request = resumed.rest_of(complete(), fields.get("resume.num_prompt_logprobs"))
         return CheckedRequest(request, stream_settings, resumed.completions, resumed)
-
-    def _continuation(self, request: Request, num_cached_tokens: int) -> pb.Continuation:
-        """Returns what another server needs to continue the stream of a request."""
-        return pb.Continuation(
-            seed=request.seeds[0],
-            prompt=pb.TokenIds(ids=request.prompt_token_ids),
-            cached_tokens=num_cached_tokens,
-            model_digest=model_digest(self._engine.description),
-        )
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:

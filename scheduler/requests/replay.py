@@ -44,10 +44,10 @@ class Replay:
     def rest_of(self, request: Request, num_prompt_logprobs: int) -> Request:
         """Ends the completions that need no more tokens, and returns the request for the others.
 
-        Its client has received `num_prompt_logprobs` entries. A beam search is not changed, because it starts again.
+        Its client has received `num_prompt_logprobs` entries. A beam search starts again.
         """
         if request.beam is not None:
-            return request
+            return replace(request, is_resumed=True)
         for completion, output in zip(self.completions, self.outputs, strict=True):
             if not output.is_finished:
                 _end_if_complete(completion, output, request)
@@ -57,7 +57,7 @@ class Replay:
         )
         if not any(output.token_ids or output.is_finished for output in outputs):
             outputs = ()  # the samples are forked from one prompt, as if nothing had been received
-        return replace(request, outputs=outputs, num_prompt_reported=num_prompt_logprobs)
+        return replace(request, outputs=outputs, is_resumed=True, num_prompt_reported=num_prompt_logprobs)
 
     @property
     def num_unreported(self) -> int:

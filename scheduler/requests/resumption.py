@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import ReceivedOutput
+from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.status import OtherModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from scheduler.core import SequenceParams
+    from scheduler.core import Request, SequenceParams
+    from scheduler.engine.engine import Engine
     from scheduler.engine.model_description import ModelDescription
     from scheduler.requests.limits import ModelBounds
     from scheduler.requests.request_fields import RequestFields
@@ -29,6 +31,7 @@ class Resumption:
     seed: int
     prompt_token_ids: list[int]
     num_cached_tokens: int
+    settings_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,23 @@ def model_digest(model: ModelDescription) -> str:
     return sha256("\0".join((model.model_name, model.dtype, model.weights_digest)).encode()).hexdigest()
 
 
+def settings_digest(params: SequenceParams, num_results: int) -> str:
+    """Returns a name for the parameters that have defaults of the operator or of the checkpoint."""
+    sampling = [getattr(params, param.name) for param in SAMPLING_PARAMS if param.in_checkpoint]
+    return sha256(repr((sampling, params.eos_token_ids, num_results)).encode()).hexdigest()
+
+
+def continuation_of(engine: Engine, request: Request, num_cached_tokens: int) -> pb.Continuation:
+    """Returns what another server needs to continue the stream of a request that has started."""
+    return pb.Continuation(
+        seed=request.seeds[0],
+        prompt=pb.TokenIds(ids=request.prompt_token_ids),
+        cached_tokens=num_cached_tokens,
+        model_digest=model_digest(engine.description),
+        settings_digest=settings_digest(request.params, request.num_results),
+    )
+
+
 def num_resumed_ids(fields: RequestFields) -> int:
     """Returns the number of token ids that a resumption contains, unchecked."""
     continuation, sequences = fields.get(CONTINUATION), fields.get(SEQUENCES)
@@ -72,15 +92,20 @@ def read_resumption(fields: RequestFields, bounds: ModelBounds) -> Resumption | 
     if not isinstance(continuation, pb.Continuation):
         fields.add_violation(CONTINUATION, "must be the Started.continuation of the stream")
         return None
-    if continuation.model_digest != bounds.model_digest:
-        raise OtherModel("the server has another model or other weights than the one that began the stream")
+    check_model(continuation, bounds)
     prompt = _check_prompt(fields, continuation.prompt.ids, bounds)
     if prompt and continuation.cached_tokens >= len(prompt):
         problem = f"must be less than the {len(prompt)} prompt tokens, not {continuation.cached_tokens}"
         fields.add_violation(f"{CONTINUATION}.cached_tokens", problem)
     if fields.get("sampling.seed") not in (None, continuation.seed):
         fields.add_violation(f"{CONTINUATION}.seed", f"must be sampling.seed, not {continuation.seed}")
-    return Resumption(continuation.seed, prompt, continuation.cached_tokens)
+    return Resumption(continuation.seed, prompt, continuation.cached_tokens, continuation.settings_digest)
+
+
+def check_model(continuation: pb.Continuation, bounds: ModelBounds) -> None:
+    """Raises OtherModel. Called again before the request is queued: another executor may have come meanwhile."""
+    if continuation.model_digest != bounds.model_digest:
+        raise OtherModel("the server has another model or other weights than the one that began the stream")
 
 
 def _check_prompt(fields: RequestFields, token_ids: Sequence[int], bounds: ModelBounds) -> list[int]:
@@ -105,8 +130,11 @@ def check_received(
 ) -> tuple[ReceivedSequence, ...]:
     """Returns what was received of each of `num_results` sequences.
 
-    A finished one has no tokens here, because nothing depends on them.
+    A finished one has no tokens here, because nothing depends on them. Raises OtherModel if the stream began with
+    other parameters: the server may have other defaults than the one that began it.
     """
+    if resumption.settings_digest not in ("", settings_digest(params, num_results)):
+        raise OtherModel("the stream began with other parameters, or the server has other defaults for absent ones")
     num_prompt_tokens = len(resumption.prompt_token_ids)
     most = max(0, bounds.max_model_len - num_prompt_tokens) if lengths.max_tokens is None else lengths.max_tokens
     outputs = [ReceivedSequence()] * num_results

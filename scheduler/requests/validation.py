@@ -135,7 +135,7 @@ class RequestChecker:
         return StreamSettings(
             client_request_id=self._client_request_id or f"quire-{request.request_id}",
             num_prompt_tokens=len(request.prompt_token_ids),
-            num_sequences=request.num_sequences if request.beam is None else request.beam.num_returned,
+            num_sequences=request.num_results,
             ending_token_ids=self._ending_token_ids,
             stop=self._stop,
             include_stop=self._include_stop,

@@ -150,12 +150,13 @@ async def test_requests_with_output_fail_if_the_executor_has_other_weights(caplo
     async with running_engine(client, max_backoff_s=0.02) as engine:
         started = submit(engine, [1, 2, 3], max_tokens=100)
         waiting = submit(engine, [4, 5, 6])
+        resumed = submit(engine, [7, 8, 9], is_resumed=True)  # no output yet, but its stream has begun elsewhere
         await started.first_token.wait()
         assert not waiting.outputs
         client.description = replace(client.description, weights_digest="b")
         client.lose()
         await waiting.check()
-        assert started.reasons == {0: FinishReason.MODEL_CHANGED}
+        assert started.reasons == resumed.reasons == {0: FinishReason.MODEL_CHANGED}
         assert "the executor has other weights under the same name" in caplog.text
         await submit(engine, [1, 2, 3]).check()
 

@@ -20,7 +20,7 @@ from scheduler.requests.leaving import code_of_leaving, reason_of_leaving
         (0.05, 0.0, FinishReason.DEADLINE),
     ],
 )
-def test_who_has_ended_a_call(
+def test_calls_that_end_at_about_their_deadline_are_late(
     monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, stays_s: float, reason: FinishReason
 ) -> None:
     arrival_s = 1000.0
