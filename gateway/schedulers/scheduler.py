@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.routing.fair_line import Tenant
 from gateway.routing.load import ReplicaLoad
-from gateway.schedulers.shared_call import SharedCall
+from gateway.schedulers.shared_call import GatewayRefused, SharedCall, error_of_own_call
 from gateway.schedulers.watch import ReplicaWatch
-from quire.errors import PermissionDeniedError, QuireError, UnauthenticatedError, UnavailableError
+from quire.errors import QuireError, UnavailableError
 from quire.status import from_rpc_error
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2
@@ -37,6 +36,11 @@ UNARY_TIMEOUT_S = 30.0
 MOVE_AFTER_S = 1.0
 """Streams wait for this long for a new executor, and then continue at another scheduler, which computes them again."""
 
+REFUSES = (
+    "scheduler %s refuses this gateway itself, and is not ready until it accepts it: %s. The gateway's key, "
+    "QUIRE_API_KEY, or its client certificate needs the role generate there"
+)
+
 ROUTER = "quire-router"
 """The metadata that names this gateway, so that a scheduler can tell it which of its requests a report contains."""
 
@@ -45,7 +49,7 @@ class Scheduler:
     """Asks the scheduler once a second for its state. `start` begins that.
 
     info      its last answer; None if it never answered
-    is_ready  it serves: it is not draining, and has an executor
+    is_ready  it serves: it is not draining, has an executor, and accepts this gateway
 
     watch     what it reports to routers
 
@@ -68,7 +72,6 @@ class Scheduler:
         generation = GenerationStub(self._channel)
         self._tokenization = TokenizationStub(self._channel)
         self._get_info: Any = generation.GetServerInfo
-        self._health = health_pb2_grpc.HealthStub(self._channel)
         replica = ReplicaStub(self._channel)
         self._identify: Any = replica.Identify
         arguments: dict[str, Any] = {"metadata": metadata}
@@ -78,6 +81,7 @@ class Scheduler:
         self.call = SharedCall(generation.GenerateMany, (*metadata, (ROUTER, router_id)), self._broke)
         self.info: pb.GetServerInfoResponse | None = None
         self.is_ready = False
+        self._refuses = False  # this gateway itself, by its own credentials
         self._tasks: list[asyncio.Task[None]] = []
         self._has_left = False
         self._moving: asyncio.TimerHandle | None = None  # while it has no executor
@@ -132,18 +136,22 @@ class Scheduler:
         return await self._unary(getattr(self._tokenization, method), request, authorization)
 
     async def poll(self) -> None:
-        """Asks for the state. A scheduler that does not answer is not ready."""
+        """Asks for the state, and whether streams are accepted unless the open call shows it.
+
+        A scheduler that does not answer is not ready, and neither is one that refuses this gateway.
+        """
         try:
             try:
-                self._heard(await self._get_info(pb.GetServerInfoRequest(), **self._poll_arguments))
+                info = await self._get_info(pb.GetServerInfoRequest(), **self._poll_arguments)
             except grpc.RpcError as error:
-                if not isinstance(from_rpc_error(error), UnauthenticatedError | PermissionDeniedError):
-                    raise
-                # This gateway has no key of its own. The health can be asked for without one.
-                health = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=POLL_TIMEOUT_S)
-                self._set_ready(health.status == health_pb2.HealthCheckResponse.SERVING, "")
-        except grpc.RpcError as error:
-            self._set_ready(False, from_rpc_error(error).message)
+                raise error_of_own_call(error) from None
+            if self._refuses or not self.call.is_open:
+                await self.call.check(POLL_TIMEOUT_S)
+        except QuireError as error:
+            self._failed(error)
+        else:
+            self._refuses = False
+            self._heard(info)
 
     async def _unary(self, method: Any, request: Any, authorization: str | None) -> Any:
         # Without the header, the call would be this gateway's own; an empty one says that the client has none.
@@ -192,10 +200,18 @@ class Scheduler:
 
     def _broke(self, error: QuireError) -> None:
         """Called when the call has ended. The next poll says whether the scheduler can be reached again."""
-        if isinstance(error, UnavailableError):
-            self._set_ready(False, error.message)
+        if isinstance(error, UnavailableError | GatewayRefused):
+            self._failed(error)
+
+    def _failed(self, error: QuireError) -> None:
+        """Called when the scheduler cannot be used. That it refuses this gateway is logged once, until it accepts."""
+        if isinstance(error, GatewayRefused) and not self._refuses:
+            self._refuses = True
+            log.error(REFUSES, self.address, error.message)
+        self._set_ready(False, error.message)
 
     def _set_ready(self, is_ready: bool, why: str) -> None:
+        is_ready = is_ready and not self._refuses  # a report and the answer to a client's call say nothing about that
         if is_ready != self.is_ready:
             self.is_ready = is_ready
             self._replicas.set_ready(self.address, is_ready)

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 
 from quire.errors import (
-    InternalError,
     LimitExceededError,
     PermissionDeniedError,
+    QuireError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -23,8 +23,6 @@ from quire.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from quire.errors import QuireError
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +35,10 @@ _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 class StreamMoved(UnavailableError):
     """The stream was left at its scheduler, and has to be continued at another one."""
+
+
+class GatewayRefused(QuireError):
+    """The scheduler refuses this gateway itself, and none of its clients."""
 
 
 class Receiver(Protocol):
@@ -78,11 +80,23 @@ class SharedCall:
         """The number of open streams."""
         return len(self._receivers)
 
+    @property
+    def is_open(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def check(self, timeout_s: float) -> None:
+        """Makes a call without streams, to ask whether streams would be accepted. Raises QuireError."""
+        try:
+            async for _ in self._method(iter(()), metadata=self._metadata, timeout=timeout_s):
+                pass
+        except grpc.RpcError as error:
+            raise error_of_own_call(error) from None
+
     def open(self, opening: pb.OpenStream, receiver: Receiver) -> int:
         """Sends a request, and returns the number of its stream. Raises LimitExceededError for one that is too long."""
         if opening.ByteSize() > MAX_REQUEST_BYTES:
             raise LimitExceededError(f"the request is longer than {MAX_REQUEST_BYTES} bytes")
-        if self._task is None or self._task.done():
+        if not self.is_open:
             self._unsent.clear()
             self._task = asyncio.create_task(self._run(), name="GenerateMany")
         self._last_id += 1
@@ -135,11 +149,7 @@ class SharedCall:
             await self._read(call)
             error = UnavailableError("stream removed: the scheduler has ended the call")
         except grpc.RpcError as rpc_error:
-            error = from_rpc_error(rpc_error)
-            if isinstance(error, UnauthenticatedError | PermissionDeniedError):
-                # The scheduler means this process, and none of its clients.
-                log.error("the scheduler refuses this gateway's own key, QUIRE_API_KEY: %s", error.message)
-                error = InternalError("the gateway is not allowed to call the scheduler; see its log")
+            error = error_of_own_call(rpc_error)
         except asyncio.CancelledError:  # `close`, or the channel was closed
             pass
         except Exception:
@@ -149,6 +159,9 @@ class SharedCall:
             if writing is not None:
                 writing.cancel()
             self._on_break(error)
+            if isinstance(error, GatewayRefused):
+                # To a client it is a scheduler that cannot be used now: another one may accept the gateway.
+                error = UnavailableError("the gateway is not allowed to call the scheduler; see its log")
             receivers, self._receivers = self._receivers, {}
             self._task = None  # so that the next stream begins a new call
             for receiver in receivers.values():
@@ -179,6 +192,14 @@ class SharedCall:
                 await self._has_unsent.wait()
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader gets the status of the call
+
+
+def error_of_own_call(rpc_error: grpc.RpcError) -> QuireError:
+    """Returns the error of a call that this process made with credentials of its own, and for none of its clients."""
+    error = from_rpc_error(rpc_error)
+    if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+        return GatewayRefused(error.message)
+    return error
 
 
 def _error_of(ended: pb.Ended) -> QuireError | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from scheduler.identity.key_file import digest, revoke
 from scheduler.requests.limits import RequestLimits
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.gateway.rig import Rig, content, parsed_events
@@ -20,6 +21,14 @@ BODY = {"prompt": "hello fox", "max_tokens": 3}
 
 def rig_for(served: Served, **config: Any) -> Rig:
     return Rig(scheduler=served.server.address, **config)
+
+
+def let_generate(path: str, key: str) -> None:
+    """Gives a key the role `generate`, whether the file knows it or not."""
+    entries = json.loads(Path(path).read_text())
+    entries["keys"] = [each for each in entries["keys"] if each["sha256"] != digest(key).hex()]
+    own = {"name": "the-gateway", "tenant": "gateway", "roles": ["generate"], "sha256": digest(key).hex()}
+    Path(path).write_text(json.dumps(entries | {"keys": [*entries["keys"], own]}))
 
 
 async def answered(served: Served, token_ids: list[int]) -> Any:
@@ -106,15 +115,54 @@ async def test_at_the_local_address_the_gateway_needs_no_key_and_its_clients_do(
         assert submitted.request.tenant == "tenant-of-generate"
 
 
-async def test_a_gateway_without_a_key_says_so(servers: Servers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["none", "wrong", "observe"])
+async def test_a_scheduler_that_refuses_the_gateway_is_not_ready_until_it_accepts_it(
+    servers: Servers, tmp_path: Path, own: str, caplog: pytest.LogCaptureFixture
+) -> None:
     callers = Callers(tmp_path)
     served = await servers.start(access=callers.access())
-    async with rig_for(served) as rig:
-        assert (await rig.get("/health"))[0] == 200
-        assert (await rig.get("/v1/models", **callers.header("generate")))[0] == 200
-        status, body = await rig.post("/v1/completions", BODY, **callers.header("generate"))
-    assert status == 500
-    assert "the gateway is not allowed" in body["error"]["message"]
+    key = callers.keys[own]
+    async with rig_for(served, own_key=key) as rig:
+        client = callers.header("generate")
+        assert (await rig.get("/health"))[0] == 503, "before the first request"
+        assert (await rig.get("/v1/models", **client))[0] == 200, "the client is known"
+        assert (await rig.get("/health"))[0] == 503, "after an answer to a client"
+        for _ in range(2):
+            status, body = await rig.post("/v1/completions", BODY, **client)
+            assert (status, body["error"]["code"]) == (503, "service_unavailable")
+            assert "the gateway is not allowed" in body["error"]["message"]
+        await rig.schedulers.all[0].poll()
+        assert (await rig.get("/health"))[0] == 503
+        (line,) = (record.getMessage() for record in caplog.records if "refuses this gateway" in record.message)
+        assert "QUIRE_API_KEY" in line
+        if key is not None:
+            let_generate(callers.path, key)
+            await until(lambda: rig.schedulers.is_ready)
+            answering = asyncio.create_task(rig.post("/v1/completions", BODY, **client))
+            await answered(served, [60])
+            assert (await answering)[0] == 200
+
+
+async def test_a_key_of_the_gateway_that_is_revoked(servers: Servers, tmp_path: Path) -> None:
+    """Nothing tells a gateway so while its call is open: it asks."""
+    callers = Callers(tmp_path)
+    served = await servers.start(access=callers.access())
+    async with rig_for(served, own_key=callers.keys["generate"]) as rig:
+        answering = asyncio.create_task(rig.post("/v1/completions", BODY, **callers.header("admin")))
+        await answered(served, [60])
+        assert (await answering)[0] == 200
+        revoke(callers.path, "the-generate")
+        await until(lambda: not rig.schedulers.is_ready)
+
+
+async def test_a_client_that_is_refused_leaves_its_scheduler_ready(servers: Servers, tmp_path: Path) -> None:
+    callers = Callers(tmp_path)
+    served = await servers.start(access=callers.access())
+    async with rig_for(served, own_key=callers.keys["generate"]) as rig:
+        for caller, status in (("none", 401), ("wrong", 401), ("observe", 403)):
+            assert (await rig.post("/v1/completions", BODY, **callers.header(caller)))[0] == status
+            assert (await rig.get("/health"))[0] == 200
+            assert rig.schedulers.all[0].is_ready
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     opened          every OpenStream, in order
     cancelled       numbers of the streams that the gateway cancelled
     paused          numbers of the streams that it paused
+    num_calls       calls of GenerateMany that had streams
     key             the only key that is accepted; None: no identity is configured
     knows_grammars  False: it ignores them, as a scheduler of before structured output
     reports         what it tells routers: each call of Watch gets the reports that are put here meanwhile
@@ -129,9 +130,14 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     async def GenerateMany(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Any
     ) -> AsyncIterator[pb.GenerateManyResponse]:
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:  # the gateway has only asked whether it may call
+            return
         self.num_calls += 1
         ready: asyncio.Queue[pb.StreamMessage] = asyncio.Queue()
-        reading = asyncio.create_task(self._read(request_iterator, ready))
+        self._act(first, ready)
+        reading = asyncio.create_task(self._read(requests, ready))
         try:
             while True:
                 messages = [await ready.get()]
@@ -148,23 +154,26 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
         self, requests: AsyncIterator[pb.GenerateManyRequest], ready: asyncio.Queue[pb.StreamMessage]
     ) -> None:
         async for message in requests:
-            number = message.stream_id
-            match message.WhichOneof("action"):
-                case "open":
-                    self.opened.append(message.open)
-                    self._running[number] = asyncio.Event()
-                    self._running[number].set()
-                    self._streams[number] = asyncio.create_task(self._serve(number, message.open, ready))
-                case "pause":
-                    self.paused.append(number)
-                    self._running[number].clear()
-                case "continue":
-                    self.continued.append(number)
-                    self._running[number].set()
-                case "cancel":
-                    self.cancelled.append(number)
-                    if (task := self._streams.pop(number, None)) is not None:  # it may have ended meanwhile
-                        task.cancel()
+            self._act(message, ready)
+
+    def _act(self, message: pb.GenerateManyRequest, ready: asyncio.Queue[pb.StreamMessage]) -> None:
+        number = message.stream_id
+        match message.WhichOneof("action"):
+            case "open":
+                self.opened.append(message.open)
+                self._running[number] = asyncio.Event()
+                self._running[number].set()
+                self._streams[number] = asyncio.create_task(self._serve(number, message.open, ready))
+            case "pause":
+                self.paused.append(number)
+                self._running[number].clear()
+            case "continue":
+                self.continued.append(number)
+                self._running[number].set()
+            case "cancel":
+                self.cancelled.append(number)
+                if (task := self._streams.pop(number, None)) is not None:  # it may have ended meanwhile
+                    task.cancel()
 
     async def _serve(self, number: int, opened: pb.OpenStream, ready: asyncio.Queue[pb.StreamMessage]) -> None:
         ended = pb.Ended(code=0)
