@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gateway.config import GatewayConfig
+from gateway.http import generation
 from gateway.http.server import GatewayServer
 from gateway.schedulers.schedulers import Schedulers
 from gateway.schedulers.schedulers_file import SchedulersFile
@@ -53,9 +54,13 @@ def run(config: GatewayConfig, api_key: str | None = None) -> int:
     api_key  the gateway's own key, with which it calls schedulers; clients' keys are passed on beside it
     """
     logs.configure("gateway", config.log_level, config.log_format)
-    # Each stream writes these lines when its scheduler dies and comes back.
-    for message in (tries.BROKE_OFF, tries.CONTINUES):
-        tries.log.addFilter(RateLimit(message, per_second=5))
+    # Each stream writes these lines when its scheduler dies and comes back, or does not.
+    for logger, message in (
+        (tries.log, tries.BROKE_OFF),
+        (tries.log, tries.CONTINUES),
+        (generation.log, generation.STREAM_FAILED),
+    ):
+        logger.addFilter(RateLimit(message, per_second=5))
     most = int(raise_descriptor_limit() * SHARE_OF_DESCRIPTORS)
     config = replace(config, max_connections=max(1, min(config.max_connections, most)))
     try:

@@ -8,7 +8,19 @@ from deploy.grafana.panels import lines, per_second
 def with_routing(board: dashboard.Dashboard) -> dashboard.Dashboard:
     """Adds what gateways tell about the schedulers behind them. Their series have no label for the model."""
     return (
-        board.with_row(dashboard.Row("Routing"))
+        board.with_row(dashboard.Row("Gateways"))
+        .with_panel(
+            lines(
+                "Answers by status",
+                "Answers of gateways, probes and scrapes included; and streams that failed after they began, whose "
+                "answers count as 200, by the status that they would have had.",
+                {
+                    "{status}": _routed("quire_gateway_requests_total", "status"),
+                    "stream failed, {status}": _routed("quire_gateway_stream_failures_total", "status"),
+                },
+                "reqps",
+            )
+        )
         .with_panel(
             lines(
                 "Requests by scheduler",

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+STREAM_FAILED = "a stream failed after it began, with what would have been status %s: %s"
+
 EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -141,7 +143,8 @@ class GenerationHandler:
             if not response.prepared:
                 raise
             failure = from_quire_error(error, parsed.names) if isinstance(error, QuireError) else error
-            await reader.write(chunks.failure(failure))
+            log.warning(STREAM_FAILED, failure.status, failure.message, extra={"request_id": head.id})
+            await self._fail(chunks, reader, failure)
         except ConnectionError:
             self._metrics.disconnects.inc()
         except Exception:
@@ -149,10 +152,15 @@ class GenerationHandler:
                 raise
             log.exception("a stream failed because of a bug")
             failure = from_quire_error(InternalError("internal error; see the gateway's log"), {})
-            await reader.write(chunks.failure(failure))
+            await self._fail(chunks, reader, failure)
         finally:
             self._readers.remove(reader)
         return response
+
+    async def _fail(self, chunks: Chunks, reader: Reader, failure: ApiError) -> None:
+        """Ends a stream that has begun. It has the status 200, so its failure is counted apart."""
+        self._metrics.stream_failures.labels(str(failure.status)).inc()
+        await reader.write(chunks.failure(failure))
 
     async def _echoes(self, parsed: ParsedRequest, caller: Caller) -> list[EchoedPrompt]:
         return await asyncio.gather(*(self._echo(parsed, i, caller) for i in range(len(parsed.requests))))

@@ -44,6 +44,13 @@ class GatewayMetrics:
             buckets=_TTFT_S,
             registry=registry,
         )
+        self.stream_failures = Counter(
+            "quire_gateway_stream_failures",
+            "Streams that failed after they began, whose answers count as 200, by the status they would have had.",
+            ("status",), registry=registry,
+        )  # fmt: skip
+        for status in ("500", "503"):  # a rate does not see the first failure of a series that it begins with
+            self.stream_failures.labels(status)
         Gauge("quire_gateway_build_info", "1, with the version.", ("version",), registry=registry).labels(
             build_version()
         ).set(1)

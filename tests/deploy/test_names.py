@@ -104,6 +104,7 @@ def test_dashboards_use_existing_names(observed: Observed) -> None:
 def test_rules_use_existing_names(observed: Observed) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     used = set().union(*(names_in(rule["expr"]) for rule in rules()))
+    used = {name for name in used if not name.startswith("quire_gateway_")}  # tests/gateway/test_page.py
     assert used - served_names(observed) - recorded == set()
     assert len(recorded) == len([rule for rule in rules() if "record" in rule])
 

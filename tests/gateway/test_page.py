@@ -5,6 +5,7 @@ import re
 from gateway.api.chat import KNOWN as CHAT
 from gateway.api.completions import KNOWN as COMPLETION
 from gateway.api.sampling import IGNORED
+from tests.support.deploy.panels import NAME
 from tests.support.gateway.rig import Rig
 from tests.support.paths import ROOT
 
@@ -41,10 +42,12 @@ async def test_every_endpoint_is_documented() -> None:
     assert set(re.findall(r"`((?:GET|POST) /[^`]*)`", PAGE.partition("## Fields")[0])) == routes
 
 
-async def test_dashboards_use_existing_names() -> None:
+async def test_dashboards_and_rules_use_existing_names() -> None:
     async with Rig(2) as rig:
         await rig.chat()
         _, page = await rig.get("/metrics")
-    used = set(re.findall(r"quire_gateway_\w+", (ROOT / "deploy/grafana/dashboards/overview.json").read_text()))
-    assert used
-    assert used <= set(re.findall(r"^(quire_gateway_\w+)[{ ]", page, re.MULTILINE))
+    served = set(re.findall(r"^(quire_gateway_\w+)[{ ]", page, re.MULTILINE))
+    for path in ("deploy/grafana/dashboards/overview.json", "deploy/prometheus/rules.yml"):
+        used = {name for name in NAME.findall((ROOT / path).read_text()) if name.startswith("quire_gateway_")}
+        assert used
+        assert used <= served, path

@@ -103,15 +103,29 @@ async def test_too_many_sequences_are_those_of_the_field_that_asked_for_them(
     assert body["error"]["param"] == param
 
 
-async def test_an_error_after_the_beginning_is_the_last_event() -> None:
+async def test_an_error_after_the_beginning_is_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
     async with Rig() as rig:
         rig.fake.answer = failing(Failure(Code.INTERNAL, "bug"), started(), delta(0, "a", 1))
         async with rig.http.post("/v1/chat/completions", json=CHAT | {"stream": True}) as response:
             assert response.status == 200
             events = parsed_events(await response.text())
+        _, page = await rig.get("/metrics")
     assert events[-1]["error"]["code"] == "internal_error"
     assert "[DONE]" not in events
     assert events[-2]["choices"][0]["delta"] == {"content": "a"}
+    # The status of the answer is 200: nothing else tells an operator.
+    assert 'quire_gateway_stream_failures_total{status="500"} 1.0' in page.splitlines()
+    (line,) = (each for each in caplog.records if each.name == "gateway.http.generation")
+    assert line.getMessage().endswith("status 500: bug")
+
+
+async def test_an_error_before_the_beginning_and_a_good_stream_are_no_failed_streams() -> None:
+    async with Rig() as rig:
+        await rig.events("/v1/chat/completions", CHAT)
+        rig.fake.answer = failing(Failure(Code.INTERNAL, "bug"))
+        assert (await rig.chat(stream=True))[0] == 500
+        _, page = await rig.get("/metrics")
+    assert 'quire_gateway_stream_failures_total{status="500"} 0.0' in page.splitlines()
 
 
 async def test_unknown_paths_methods_and_models() -> None:
