@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from gateway.api import anthropic
-from gateway.api.errors import from_quire_error
+from gateway.api.errors import from_quire_error, unavailable
 from gateway.api.tokens import NAMES, parse_detokenize, parse_tokenize, tokenized, tokenizer_info
 from gateway.http.generation import authorization_of
 from gateway.http.metrics import CONTENT_TYPE
@@ -19,6 +20,7 @@ from quire.version import build_version
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gateway.api.errors import ApiError
     from gateway.http.bodies import RequestBodies
     from gateway.http.metrics import GatewayMetrics
     from gateway.http.served_models import ServedModels
@@ -28,9 +30,15 @@ if TYPE_CHECKING:
 _MAX_KNOWN = 64
 """Callers that may read the metrics while no scheduler answers."""
 
+METRICS_TIMEOUT_S = 1.0
+"""Time that a scheduler has to answer who may read the metrics: Prometheus does not wait long for them."""
+
 
 class Pages:
-    """Calls a scheduler on behalf of the client, so that its credentials decide."""
+    """Calls a scheduler on behalf of the client, so that its credentials decide.
+
+    shows_strangers  a client without credentials may read the metrics until a scheduler refuses it
+    """
 
     def __init__(
         self,
@@ -39,6 +47,8 @@ class Pages:
         bodies: RequestBodies,
         metrics: GatewayMetrics,
         requests: OpenRequests,
+        *,
+        shows_strangers: bool,
     ) -> None:
         self._schedulers = schedulers
         self._models = models
@@ -46,6 +56,8 @@ class Pages:
         self._metrics = metrics
         self._requests = requests
         self._known: dict[bytes, None] = {}  # digests of credentials, the oldest first
+        if shows_strangers:
+            self._known[_digest("")] = None
 
     async def list_models(self, request: web.Request) -> web.Response:
         try:
@@ -99,19 +111,23 @@ class Pages:
     async def show_metrics(self, request: web.Request) -> web.Response:
         """Shows the metrics to a client that a scheduler tells its state, or told it when it last answered."""
         authorization = authorization_of(request)
-        caller = blake2b(authorization.encode(), digest_size=16).digest()
+        caller = _digest(authorization)
+        failure: ApiError | None = None
         try:
-            await self._schedulers.info_for(authorization)
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                await self._schedulers.info_for(authorization)
+        except TimeoutError:
+            failure = unavailable("no scheduler has answered who may read the metrics")
         except QuireError as error:
             failure = from_quire_error(error, {})
-            if failure.status in (401, 403):
-                self._known.pop(caller, None)
-            if caller not in self._known:
-                raise failure from None
-        else:
+        if failure is None:
             self._known[caller] = None
             if len(self._known) > _MAX_KNOWN:
                 del self._known[next(iter(self._known))]
+        elif failure.status in (401, 403):
+            self._known.pop(caller, None)
+        if failure is not None and caller not in self._known:
+            raise failure
         return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _tokenization(
@@ -123,3 +139,7 @@ class Pages:
             return await self._schedulers.tokenization(method, wanted, authorization)
         except QuireError as error:
             raise from_quire_error(error, names) from None
+
+
+def _digest(authorization: str) -> bytes:
+    return blake2b(authorization.encode(), digest_size=16).digest()

@@ -24,7 +24,7 @@ from gateway.http.metrics import GatewayMetrics
 from gateway.http.model_tools import ServedModelTools
 from gateway.http.pages import Pages
 from gateway.http.served_models import ServedModels
-from quire.addresses import HostPort, at_port, listen_error
+from quire.addresses import HostPort, at_port, is_local, listen_error
 from quire.errors import InternalError
 from quire.http_runner import http_runner
 from quire.slow_readers import SlowReaders
@@ -69,7 +69,14 @@ class GatewayServer:
         self.generation = GenerationHandler(
             schedulers, models, tools, bodies, self.metrics, self._readers, config.max_requests
         )
-        self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation.requests)
+        self._pages = Pages(
+            schedulers,
+            models,
+            bodies,
+            self.metrics,
+            self.generation.requests,
+            shows_strangers=is_local(config.listen) and schedulers.is_stranger,
+        )
         self._silent: dict[asyncio.Protocol, float] = {}  # new connections without a request, and when they began
         self._unread_bodies = UnreadBodies()
         self._listening: asyncio.Server | None = None

@@ -18,8 +18,9 @@ from gateway.schedulers.scheduler import Scheduler
 from gateway.schedulers.stream import Caller, GenerationStream
 from gateway.schedulers.tenants import KnownTenants
 from gateway.schedulers.waiting import WaitingRequests
+from quire.addresses import UNIX
 from quire.errors import PermissionDeniedError, QuireError, UnauthenticatedError, UnavailableError
-from quire.tls import TlsError
+from quire.tls import TlsError, TlsFiles
 from quire.tries import ServerContact
 
 if TYPE_CHECKING:
@@ -108,6 +109,17 @@ class Schedulers:
     @property
     def is_ready(self) -> bool:
         return any(scheduler.is_ready for scheduler in self.all)
+
+    @property
+    def is_stranger(self) -> bool:
+        """True if this gateway shows schedulers no identity: those that serve it would serve any client.
+
+        At a socket file a gateway needs none, though its clients may.
+        """
+        return not any(
+            each.api_key is not None or isinstance(each.tls, TlsFiles) or each.address.startswith(UNIX)
+            for each in self._connections.values()
+        )
 
     @property
     def info(self) -> pb.GetServerInfoResponse | None:

@@ -1,5 +1,10 @@
 """The gateway passes on the keys of its clients. Schedulers decide about them."""
 
+import asyncio
+
+import pytest
+
+from gateway.http import pages
 from tests.support.gateway.fake_scheduler import MODEL
 from tests.support.gateway.rig import CHAT, Rig
 from tests.support.waiting import until
@@ -54,6 +59,41 @@ async def test_metrics_are_for_known_callers_while_no_scheduler_answers() -> Non
         await until(is_refused, what="once the gateway has connected again")
         await rig.fake.stop()
         assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 503, "it is forgotten"
+
+
+async def test_metrics_do_not_wait_for_a_scheduler_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "METRICS_TIMEOUT_S", 0.1)
+    async with Rig(key=KEY, own_key=KEY) as rig, asyncio.timeout(10):
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+        rig.fake.is_hung = True
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            status, body = await rig.get("/metrics", **headers)
+            assert (status, body["error"]["code"]) == (503, "service_unavailable")
+
+
+async def test_metrics_on_loopback_without_identity_need_no_scheduler() -> None:
+    async with Rig(scheduler="127.0.0.1:9") as rig:
+        assert (await rig.get("/metrics"))[0] == 200
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("own_key", "config"),
+    [(KEY, {}), (None, {"scheduler": "unix:/nowhere"}), (None, {"listen": "0.0.0.0:0"})],
+)
+async def test_metrics_are_for_nobody_while_their_readers_may_need_an_identity(
+    own_key: str | None, config: dict[str, str]
+) -> None:
+    async with Rig(own_key=own_key, **{"scheduler": "127.0.0.1:9"} | config) as rig:
+        assert (await rig.get("/metrics"))[0] == 503
+
+
+async def test_a_stranger_that_a_scheduler_has_refused_gets_no_metrics_when_it_is_gone() -> None:
+    async with Rig(key=KEY) as rig:
+        assert (await rig.get("/metrics"))[0] == 401
+        await rig.fake.stop()
+        assert (await rig.get("/metrics"))[0] == 503
 
 
 async def test_headers_that_grpc_cannot_carry_are_refused() -> None:

@@ -69,6 +69,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     knows_grammars  False: it ignores them, as a scheduler of before structured output
     reports         what it tells routers: each call of Watch gets the reports that are put here meanwhile
     watches         ids of the routers that have called Watch
+    is_hung         it does not say what state it is in, nor whom it knows
     """
 
     def __init__(self, key: str | None = None) -> None:
@@ -85,6 +86,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
         self.reports: asyncio.Queue[replica_pb.WatchResponse] | None = None
         self.watches: list[str] = []
         self.state = pb.SERVER_STATE_SERVING
+        self.is_hung = False
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, asyncio.Event] = {}
         self._server: grpc.aio.Server | None = None
@@ -195,6 +197,8 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Any
     ) -> pb.GetServerInfoResponse:
+        if self.is_hung:
+            await asyncio.Event().wait()
         metadata = dict(context.invocation_metadata() or ())
         if self.key is not None and metadata.get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the key is not known")
