@@ -131,7 +131,8 @@ class GenerationHandler:
                 if not response.prepared:
                     await response.prepare(request)
                 if text := "".join([chunks.encode(i, message) for message in messages]):
-                    if not has_text and messages[-1].HasField("delta"):
+                    # A short answer arrives at once, and its last message is then its end.
+                    if not has_text and any(message.HasField("delta") for message in messages):
                         has_text = True
                         self._metrics.first_token.observe(time.monotonic() - began_s)
                         if reader.has_chunks:

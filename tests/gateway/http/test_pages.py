@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from quire.v1 import generation_pb2 as pb
-from tests.support.gateway.fake_scheduler import MODEL
-from tests.support.gateway.rig import CHAT, Rig
+from tests.support.gateway.fake_scheduler import MODEL, Answer, delta, finished, started
+from tests.support.gateway.rig import CHAT, Rig, content
 
 
 async def test_models() -> None:
@@ -69,6 +69,18 @@ async def test_health_follows_the_schedulers() -> None:
         rig.fakes[1].state = pb.SERVER_STATE_SERVING
         await asyncio.gather(*(scheduler.poll() for scheduler in rig.schedulers.all))
         assert (await rig.get("/health"))[0] == 200
+
+
+async def test_the_first_text_counts_if_it_arrives_with_the_end() -> None:
+    async def at_once(request: pb.GenerateRequest) -> Answer:
+        for message in (started(), delta(0, "a", 1), finished(0, 1)):
+            yield message
+
+    async with Rig() as rig:
+        rig.fake.answer = at_once
+        assert content(await rig.events("/v1/chat/completions", CHAT)) == "a"
+        _, page = await rig.get("/metrics")
+    assert "quire_gateway_time_to_first_token_seconds_count 1.0" in page.splitlines()
 
 
 async def test_metrics_count_requests() -> None:
