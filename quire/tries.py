@@ -108,6 +108,8 @@ class Tries:
         self._num_fruitless = 0
         self._last_error: QuireError | None = None
         self._pause_s = FIRST_PAUSE_S
+        self.has_moved = False
+        """True if nothing new was received since the stream was moved."""
 
     def next_call(self) -> tuple[generation_pb2.GenerateRequest, dict[str, Any]]:
         """Returns the request of the next call, and its arguments. Raises DeadlineExceededError."""
@@ -153,11 +155,13 @@ class Tries:
             return False
         self._num_fruitless = 0
         self._pause_s = FIRST_PAUSE_S
+        self.has_moved = False
         return True
 
     def moved(self, error: QuireError) -> None:
         """Called when the stream was left at its server: a full queue at the next one is a reason to come again."""
         self._last_error = error
+        self.has_moved = True
 
     def pause_s(self, error: QuireError) -> float:
         """Returns how long to wait before the next call. Raises the error of the last call if there is no next one."""

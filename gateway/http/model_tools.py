@@ -9,7 +9,7 @@ from gateway.api.errors import ApiError
 from gateway.api.tool_calls import ModelTools, ToolReading
 from gateway.tools.formats import FORMATS, format_of
 from gateway.tools.thoughts import tags_of
-from quire.errors import InternalError, InvalidRequestError, QuireError
+from quire.errors import InternalError, InvalidRequestError, QuireError, UnavailableError
 from quire.v1 import generation_pb2
 from quire.v1 import tokenization_pb2 as pb
 
@@ -45,10 +45,10 @@ class ServedModelTools:
             try:
                 self._found = (model, await self._ask(authorization))
                 self._opened.clear()
-            except QuireError:
-                if parsed.tools is None:
-                    return None
-                raise
+            except QuireError as error:
+                if parsed.tools is not None or isinstance(error, UnavailableError):
+                    raise
+                return None
         return self._found[1]
 
     async def begins_in_thought(self, parsed: ParsedRequest, tools: ModelTools, authorization: str) -> bool:
@@ -68,8 +68,10 @@ class ServedModelTools:
             request = pb.TokenizeRequest(chat=probe, return_bytes=True)
             try:
                 response = await self._schedulers.tokenization("Tokenize", request, authorization)
+            except UnavailableError:
+                raise
             except QuireError:
-                return False  # the request fails too, or succeeds at another scheduler
+                return False  # the request fails too
             is_open = tools.thoughts.is_open(b"".join(response.tokens).decode(errors="replace"))
             if len(str(key)) > MAX_REMEMBERED_CHARACTERS:
                 return is_open

@@ -31,7 +31,7 @@ _MAX_KNOWN = 64
 """Callers that may read the metrics while no scheduler answers."""
 
 METRICS_TIMEOUT_S = 1.0
-"""Time that a scheduler has to answer who may read the metrics: Prometheus does not wait long for them."""
+"""Time in which a scheduler has to say whether a client may read the metrics: Prometheus does not wait for long."""
 
 
 class Pages:
@@ -117,7 +117,7 @@ class Pages:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 await self._schedulers.info_for(authorization)
         except TimeoutError:
-            failure = unavailable("no scheduler has answered who may read the metrics")
+            failure = unavailable("no scheduler has answered in time")
         except QuireError as error:
             failure = from_quire_error(error, {})
         if failure is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from gateway.routing.load import ReplicaLoad
 from gateway.schedulers.shared_call import GatewayRefused, SharedCall, error_of_own_call
 from gateway.schedulers.watch import ReplicaWatch
 from quire.errors import QuireError, UnavailableError
-from quire.status import from_rpc_error
+from quire.status import from_rpc_error, is_lost_connection
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
@@ -35,6 +36,9 @@ POLL_TIMEOUT_S = 3.0
 UNARY_TIMEOUT_S = 30.0
 MOVE_AFTER_S = 1.0
 """Streams wait for this long for a new executor, and then continue at another scheduler, which computes them again."""
+SUSPECTS_MOVE_AFTER_S = 60.0
+"""The same for a stream that was moved before and has brought nothing since. Its request may be what ends executors,
+which the scheduler finds out only if the stream stays."""
 
 REFUSES = (
     "scheduler %s refuses this gateway itself, and is not ready until it accepts it: %s. The gateway's key, "
@@ -82,9 +86,11 @@ class Scheduler:
         self.info: pb.GetServerInfoResponse | None = None
         self.is_ready = False
         self._refuses = False  # this gateway itself, by its own credentials
-        self._tasks: list[asyncio.Task[None]] = []
+        self._polling: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._has_left = False
         self._moving: asyncio.TimerHandle | None = None  # while it has no executor
+        self._suspects_move_s = inf  # a reading of time.monotonic()
 
     @property
     def num_known_blocks(self) -> int:
@@ -94,24 +100,23 @@ class Scheduler:
     def start(self, *, watches: bool) -> None:
         """Begins to ask for the state. `watches`: and to follow the reports for routers."""
         self._has_left = False
-        self._tasks.append(asyncio.create_task(self._poll_forever(), name=f"poll {self.address}"))
-        if watches:
+        self._polling = asyncio.create_task(self._poll_forever(), name=f"poll {self.address}")
+        if watches and self._watching is None:
             following = self.watch.follow(self._router_id)
-            self._tasks.append(asyncio.create_task(following, name=f"watch {self.address}"))
+            self._watching = asyncio.create_task(following, name=f"watch {self.address}")
 
     def leave(self) -> None:
-        """Asks for nothing any more, so that it is not ready again before `start`. Open streams continue."""
+        """Makes it not ready until `start`. Open streams continue, and move if its reports ask for it."""
         self._has_left = True
-        for task in self._tasks:
-            task.cancel()
-        self._tasks.clear()
-        if self._moving is not None:
-            self._moving.cancel()
-            self._moving = None
+        if self._polling is not None:
+            self._polling.cancel()
         self._set_ready(False, "it has left")
 
     async def close(self) -> None:
         self.leave()
+        if self._watching is not None:
+            self._watching.cancel()
+        self._stop_moving()
         await self.call.close()
         await self._channel.close()
 
@@ -158,8 +163,11 @@ class Scheduler:
         metadata = (("authorization", authorization or ""),)
         try:
             return await method(request, timeout=UNARY_TIMEOUT_S, metadata=metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        except grpc.RpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if isinstance(error, UnavailableError) and is_lost_connection(error):
+                self._failed(error)  # so that the next call goes to another one
+            raise error from None
 
     async def _poll_forever(self) -> None:
         while True:
@@ -179,12 +187,13 @@ class Scheduler:
     def _heard_load(self, load: replica_pb2.ReplicaLoad) -> None:
         self._set_ready(load.state == pb.SERVER_STATE_SERVING, _name(load.state))
         is_waiting = load.state == pb.SERVER_STATE_WAITING_FOR_EXECUTOR
-        if self._moving is not None and not (is_waiting or load.moves_streams):
-            self._moving.cancel()
-            self._moving = None
+        if not (is_waiting or load.moves_streams):
+            self._stop_moving()
         if load.moves_streams:
+            self._suspects_move_s = 0.0
             self._move_streams()
         elif is_waiting and self._moving is None:
+            self._suspects_move_s = time.monotonic() + SUSPECTS_MOVE_AFTER_S
             self._move_later()
 
     def _move_later(self) -> None:
@@ -192,11 +201,18 @@ class Scheduler:
             self._moving.cancel()
         self._moving = asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._move_streams)
 
+    def _stop_moving(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+            self._moving = None
+
     def _move_streams(self) -> None:
         """Has the streams continue at other schedulers. If none of them is ready, tries again later."""
         self._move_later()
-        if any(name != self.address for name in self._replicas.ready()) and (number := self.call.move()):
-            log.info("%d streams of scheduler %s move to others", number, self.address)
+        if any(name != self.address for name in self._replicas.ready()):
+            number = self.call.move(with_suspects=time.monotonic() >= self._suspects_move_s)
+            if number:
+                log.info("%d streams of scheduler %s move to others", number, self.address)
 
     def _broke(self, error: QuireError) -> None:
         """Called when the call has ended. The next poll says whether the scheduler can be reached again."""
@@ -211,7 +227,8 @@ class Scheduler:
         self._set_ready(False, error.message)
 
     def _set_ready(self, is_ready: bool, why: str) -> None:
-        is_ready = is_ready and not self._refuses  # a report and the answer to a client's call say nothing about that
+        # A report and the answer to a client's call say nothing about the first, and may come after the second.
+        is_ready = is_ready and not self._refuses and not self._has_left
         if is_ready != self.is_ready:
             self.is_ready = is_ready
             self._replicas.set_ready(self.address, is_ready)

@@ -13,6 +13,7 @@ from gateway.routing.choice import Prompt, make_choice
 from gateway.routing.fair_line import Tenant
 from gateway.routing.replicas import Replicas
 from gateway.schedulers.affinity import affinity_key
+from gateway.schedulers.preparation import ask_any
 from gateway.schedulers.route import REFUSED, Route, Router
 from gateway.schedulers.scheduler import Scheduler
 from gateway.schedulers.stream import Caller, GenerationStream
@@ -24,7 +25,7 @@ from quire.tls import TlsError, TlsFiles
 from quire.tries import ServerContact
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from gateway.schedulers.watch import DigestScheme
     from quire.channel import Connection
@@ -193,7 +194,11 @@ class Schedulers:
 
     async def tokenization(self, method: str, request: Any, authorization: str) -> Any:
         """Calls quire.v1.Tokenization on behalf of a client. Raises QuireError."""
-        return await self._any().tokenization(method, request, authorization)
+
+        def call(scheduler: Scheduler) -> Awaitable[Any]:
+            return scheduler.tokenization(method, request, authorization)
+
+        return await ask_any(self._any, call, self._contact.resume_timeout_s)
 
     async def refuse_strangers(self) -> bool:
         """Returns whether all schedulers refuse a call without credentials. Waits until one has answered.

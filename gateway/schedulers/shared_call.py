@@ -48,6 +48,10 @@ class Receiver(Protocol):
     def can_move(self) -> bool:
         """True if the stream can be continued at another scheduler."""
 
+    @property
+    def is_suspect(self) -> bool:
+        """True if nothing new has come since the stream was moved."""
+
     def received(self, response: pb.GenerateResponse) -> None:
         """Called for each message of the stream."""
 
@@ -121,9 +125,13 @@ class SharedCall:
         if self._receivers.pop(stream_id, None) is not None:
             self._send(pb.GenerateManyRequest(stream_id=stream_id, cancel=pb.CancelStream()))
 
-    def move(self) -> int:
-        """Leaves all streams that can be continued elsewhere, and returns their number."""
-        moved = {number: receiver for number, receiver in self._receivers.items() if receiver.can_move}
+    def move(self, *, with_suspects: bool) -> int:
+        """Leaves the streams that can be continued elsewhere, and returns their number."""
+        moved = {
+            number: receiver
+            for number, receiver in self._receivers.items()
+            if receiver.can_move and (with_suspects or not receiver.is_suspect)
+        }
         for number, receiver in moved.items():
             self.cancel(number)
             receiver.ended(StreamMoved("the stream moves to another scheduler"))

@@ -123,6 +123,10 @@ class GenerationStream:
     def can_move(self) -> bool:
         return self._tries.can_continue
 
+    @property
+    def is_suspect(self) -> bool:
+        return self._tries.has_moved
+
     def close(self) -> None:
         """Cancels the request unless it has ended. May be called more than once."""
         if self._is_open:

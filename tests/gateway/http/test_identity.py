@@ -82,7 +82,7 @@ async def test_metrics_on_loopback_without_identity_need_no_scheduler() -> None:
     ("own_key", "config"),
     [(KEY, {}), (None, {"scheduler": "unix:/nowhere"}), (None, {"listen": "0.0.0.0:0"})],
 )
-async def test_metrics_are_for_nobody_while_their_readers_may_need_an_identity(
+async def test_metrics_are_hidden_while_readers_may_need_an_identity(
     own_key: str | None, config: dict[str, str]
 ) -> None:
     async with Rig(own_key=own_key, **{"scheduler": "127.0.0.1:9"} | config) as rig:

@@ -64,10 +64,10 @@ async def test_markers_become_tokens_of_the_grammar() -> None:
 async def test_chats_without_tools_need_no_format() -> None:
     """A scheduler that cannot tell it still answers them; the format is asked for again later."""
     qwen = Qwen()
-    qwen.code = grpc.StatusCode.UNAVAILABLE
+    qwen.code = grpc.StatusCode.UNIMPLEMENTED
     async with rig_of(qwen) as rig:
         assert (await rig.chat())[0] == 200
-        assert (await rig.chat(tools=TOOLS))[0] == 503
+        assert (await rig.chat(tools=TOOLS))[0] == 500
         qwen.code = None
         assert (await rig.chat(tools=TOOLS))[0] == 200
 

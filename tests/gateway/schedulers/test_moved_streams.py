@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway.schedulers import scheduler as scheduler_module
 from gateway.schedulers import schedulers as schedulers_module
 from gateway.schedulers import watch as watch_module
 from gateway.schedulers.stream import Caller
@@ -17,10 +18,12 @@ from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2 as replica_pb
 from tests.gateway.schedulers.test_reports import ReportRig, load
 from tests.gateway.schedulers.test_waiting import Bounded
-from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler
+from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, started
 from tests.support.gateway.rig import Rig, content
 from tests.support.waiting import until
 
+SERVES = replica_pb.WatchResponse(load=load(state=pb.SERVER_STATE_SERVING))
+WAITS = replica_pb.WatchResponse(load=load(state=pb.SERVER_STATE_WAITING_FOR_EXECUTOR))
 DRAINS = replica_pb.WatchResponse(load=load(state=pb.SERVER_STATE_DRAINING, moves_streams=True))
 
 
@@ -114,6 +117,44 @@ async def test_a_stream_moves_again_after_its_first_scheduler_has_left() -> None
             (second,) = (fake for fake in rig.fakes if fake.opened and fake is not first)
             rig.report(second, DRAINS)
             assert content(await streaming) == "".join(f"w{i} " for i in range(400))
+
+
+async def test_a_scheduler_that_has_left_can_still_give_its_streams_away() -> None:
+    async with ReportRig(2, can_change=True) as rig:
+        await rig.watched()
+        async with Following(rig) as following:
+            streaming, first, (second,) = await rig.begun(400)
+            await following.remove(first)
+            rig.report(first, DRAINS)
+            assert content(await streaming) == "".join(f"w{i} " for i in range(400))
+            assert len(second.opened) == 1
+
+
+async def test_a_stream_that_brings_nothing_after_its_move_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request may be what ends executors. Only a scheduler that it does not leave can find that out."""
+    monkeypatch.setattr(scheduler_module, "MOVE_AFTER_S", 0.05)
+    monkeypatch.setattr(scheduler_module, "SUSPECTS_MOVE_AFTER_S", 3.0)
+
+    async def silence(request: pb.GenerateRequest) -> Answer:
+        yield started()
+        await asyncio.Event().wait()
+
+    async with ReportRig(2) as rig:
+        await rig.watched()
+        for fake in rig.fakes:
+            fake.answer = silence
+        suspect, first, (second,) = await rig.begun(400)
+        rig.report(first, WAITS)
+        await until(lambda: second.opened)
+        for fake in rig.fakes:
+            fake.answer = fake.words
+        other = asyncio.create_task(rig.events("/v1/completions", {"prompt": "other"}))
+        await until(lambda: len(second.opened) == 2)
+        rig.report(first, SERVES)
+        await until(lambda: all(each.is_ready for each in rig.schedulers.all))
+        rig.report(second, WAITS)
+        assert content(await other) == content(await suspect) == "".join(f"w{i} " for i in range(400))
+        assert [opened.request.text for opened in first.opened] == ["hi", "other", "hi"]
 
 
 async def test_an_answer_that_comes_after_a_scheduler_has_left_does_not_make_it_ready() -> None:

@@ -69,7 +69,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     knows_grammars  False: it ignores them, as a scheduler of before structured output
     reports         what it tells routers: each call of Watch gets the reports that are put here meanwhile
     watches         ids of the routers that have called Watch
-    is_hung         it does not say what state it is in, nor whom it knows
+    is_hung         GetServerInfo gets no answer
     """
 
     def __init__(self, key: str | None = None) -> None:
