@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gateway.config import GatewayConfig
 from gateway.http import generation
 from gateway.http.server import GatewayServer
+from gateway.metrics import GatewayMetrics
 from gateway.schedulers.schedulers import Schedulers
 from gateway.schedulers.schedulers_file import SchedulersFile
 from quire import logs, tries
@@ -112,7 +113,7 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
         tls = _tls(config)
         server = GatewayServer(schedulers, config, _ssl_context(tls))
         await server.start()
-        rpc = None if config.grpc_listen is None else _rpc_server(schedulers, config, tls)
+        rpc = None if config.grpc_listen is None else _rpc_server(schedulers, config, server.metrics, tls)
         if rpc is not None:
             cleanup.push_async_callback(rpc.stop)
             await rpc.start()
@@ -154,11 +155,13 @@ def _schedulers_file(path: str) -> SchedulersFile:
         raise ConfigError(f"schedulers_file: {error}") from None
 
 
-def _rpc_server(schedulers: Schedulers, config: GatewayConfig, tls: TlsFiles | None) -> "RpcServer":
+def _rpc_server(
+    schedulers: Schedulers, config: GatewayConfig, metrics: GatewayMetrics, tls: TlsFiles | None
+) -> "RpcServer":
     """Imports what only a gRPC server needs. Raises AddressInUse, AddressUnusable and TlsError."""
     from gateway.rpc.server import RpcServer
 
-    return RpcServer(schedulers, config, tls)
+    return RpcServer(schedulers, config, metrics, tls)
 
 
 async def _stop(server: GatewayServer, rpc: "RpcServer | None", drain_timeout_s: float) -> bool:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from gateway.http.bodies import RequestBodies
-    from gateway.http.metrics import GatewayMetrics
     from gateway.http.model_tools import ServedModelTools
     from gateway.http.served_models import ServedModels
+    from gateway.metrics import GatewayMetrics
     from gateway.schedulers.schedulers import Schedulers
     from quire.slow_readers import SlowReaders
     from quire.v1 import generation_pb2 as pb

@@ -12,7 +12,7 @@ from gateway.api import anthropic
 from gateway.api.errors import from_quire_error, unavailable
 from gateway.api.tokens import NAMES, parse_detokenize, parse_tokenize, tokenized, tokenizer_info
 from gateway.http.generation import authorization_of
-from gateway.http.metrics import CONTENT_TYPE
+from gateway.metrics import CONTENT_TYPE
 from quire.errors import QuireError
 from quire.v1 import tokenization_pb2
 from quire.version import build_version
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from gateway.api.errors import ApiError
     from gateway.http.bodies import RequestBodies
-    from gateway.http.metrics import GatewayMetrics
     from gateway.http.served_models import ServedModels
+    from gateway.metrics import GatewayMetrics
     from gateway.schedulers.open_requests import OpenRequests
     from gateway.schedulers.schedulers import Schedulers
 

@@ -20,10 +20,10 @@ from gateway.http.bodies import RequestBodies
 from gateway.http.browsers import refused_page
 from gateway.http.chat_page import ChatPage
 from gateway.http.generation import GenerationHandler
-from gateway.http.metrics import GatewayMetrics
 from gateway.http.model_tools import ServedModelTools
 from gateway.http.pages import Pages
 from gateway.http.served_models import ServedModels
+from gateway.metrics import GatewayMetrics
 from quire.addresses import HostPort, at_port, is_local, listen_error
 from quire.errors import InternalError
 from quire.http_runner import http_runner

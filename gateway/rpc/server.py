@@ -24,6 +24,7 @@ from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
     from gateway.config import GatewayConfig
+    from gateway.metrics import GatewayMetrics
     from gateway.schedulers.schedulers import Schedulers
     from quire.tls import TlsFiles
 
@@ -33,10 +34,14 @@ GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 class RpcServer:
     """Serves gRPC at `config.grpc_listen`, with the bounds that a scheduler has; `address` has the real port."""
 
-    def __init__(self, schedulers: Schedulers, config: GatewayConfig, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self, schedulers: Schedulers, config: GatewayConfig, metrics: GatewayMetrics, tls: TlsFiles | None = None
+    ) -> None:
         """Binds the address. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
         self._schedulers = schedulers
-        self._generation = GenerationForwarder(schedulers, config.max_requests, config.stalled_reader_timeout_s)
+        self._generation = GenerationForwarder(
+            schedulers, config.max_requests, config.stalled_reader_timeout_s, metrics
+        )
         self._health = HealthService(config.stalled_reader_timeout_s)
         self._following: asyncio.Task[None] | None = None
         self._resets = ResetCalls()
@@ -51,7 +56,7 @@ class RpcServer:
             ],
         )
         add_GenerationServicer_to_server(self._generation, self._server)
-        add_TokenizationServicer_to_server(TokenizationForwarder(schedulers), self._server)
+        add_TokenizationServicer_to_server(TokenizationForwarder(schedulers, metrics), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         listen = config.grpc_listen or ""
         with private_files(listen):

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.config import GatewayConfig
+from gateway.metrics import GatewayMetrics
 from gateway.rpc.calls import METHODS
 from gateway.rpc.server import RpcServer
 from gateway.schedulers.schedulers import Schedulers
@@ -19,6 +20,7 @@ from quire import AsyncClient
 from quire.errors import (
     CapacityExceededError,
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     QueueFullError,
     UnauthenticatedError,
@@ -26,7 +28,8 @@ from quire.errors import (
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from tests.scheduler.servers.test_grpc_access import CALLERS, PUBLIC, registered, status
-from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler
+from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, delta
+from tests.support.gateway.fake_scheduler import started as started_message
 from tests.support.scheduler.callers import Callers
 from tests.support.waiting import until
 
@@ -47,7 +50,7 @@ async def started(*addresses: str, own_key: str | None = None, **settings: Any) 
     config = GatewayConfig(scheduler=",".join(addresses), grpc_listen="127.0.0.1:0", **settings)
     schedulers = Schedulers(config.connections(own_key), config.resume_timeout_s)
     await schedulers.start()
-    server = RpcServer(schedulers, config)
+    server = RpcServer(schedulers, config, GatewayMetrics(schedulers))
     await server.start()
     try:
         yield server
@@ -187,6 +190,41 @@ async def test_a_deadline_goes_along_and_a_client_that_goes_away_cancels() -> No
             await call.read()
             call.cancel()
             await until(lambda: len(fake.cancelled) == 2)
+
+
+async def test_metrics_count_calls_as_they_count_requests_of_http() -> None:
+    async def broken(request: pb.GenerateRequest) -> Answer:
+        yield started_message()
+        yield delta(0, "a", 1)
+        raise Failure(grpc.StatusCode.INTERNAL, "bug")
+
+    async with faked() as (fake, server, client):
+
+        def lines() -> list[str]:
+            return server._generation._metrics.page().decode().splitlines()
+
+        fake.words_each, fake.step_s = 100, 0.01
+        completing = asyncio.create_task(client.complete("hi"))
+        await until(lambda: "quire_gateway_open_requests 1.0" in lines())
+        await completing
+        fake.answer = broken
+        with pytest.raises(InternalError):
+            await client.complete("hi")
+        fake.answer = fake.words
+        leaving = asyncio.create_task(client.complete("hi"))
+        await until(lambda: len(fake.opened) == 3)
+        leaving.cancel()
+        await until(lambda: "quire_gateway_disconnects_total 1.0" in lines())
+        await client.server_info()
+        found = lines()
+    for name, number in (
+        ('requests_total{path="/quire.v1.Generation/Generate",status="OK"}', 1),
+        ('requests_total{path="/quire.v1.Generation/Generate",status="INTERNAL"}', 1),
+        ('requests_total{path="/quire.v1.Generation/GetServerInfo",status="OK"}', 1),
+        ("open_requests", 0),
+        ("time_to_first_token_seconds_count", 2),
+    ):
+        assert f"quire_gateway_{name} {number}.0" in found
 
 
 async def test_too_many_requests_and_requests_during_a_drain_are_refused() -> None:

@@ -25,8 +25,8 @@ class GatewayMetrics:
     def __init__(self, schedulers: Schedulers) -> None:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "quire_gateway_requests", "Requests that have been answered, by path and status.", ("path", "status"),
-            registry=registry,
+            "quire_gateway_requests", "Requests and gRPC calls that have been answered, by path and status.",
+            ("path", "status"), registry=registry,
         )  # fmt: skip
         self.open_requests = Gauge("quire_gateway_open_requests", "Requests that generate text now.", registry=registry)
         self.disconnects = Counter(
