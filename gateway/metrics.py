@@ -92,7 +92,7 @@ class _SchedulerFamilies(Collector):
         """Yields what tells how requests find their schedulers."""
         choices = CounterMetricFamily(
             "quire_gateway_choices",
-            "Requests sent to a scheduler, by what has decided it: the policy, a refusal by another one, or a break.",
+            "Requests sent to a scheduler, by why: the policy, a refusal by another one, a break, or none was ready.",
             labels=("scheduler", "reason"),
         )
         for (scheduler, reason), number in sorted(self._schedulers.chosen.items()):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 REFUSED = "refused"
 BROKEN = "broken"
 MOVED = "moved"
+NOT_READY = "not_ready"
 
 
 class Router:
@@ -31,7 +32,8 @@ class Router:
 
     replicas  what is known of the schedulers, by their addresses
     chosen    number of choices, by address and reason: the policy for the first one of a request, then "refused",
-              "broken" and "moved"
+              "broken" and "moved"; "not_ready" for each one while no scheduler is ready
+    num_second_tries  number of choices because another scheduler has refused the request
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], replicas: Replicas, choice: Choice, policy: str) -> None:
@@ -40,6 +42,7 @@ class Router:
         self._choice = choice
         self._policy = policy
         self.chosen: Counter[tuple[str, str]] = Counter()
+        self.num_second_tries = 0
 
     def choose(self, prompt: Prompt, refused: set[str], reason: str) -> Scheduler | None:
         """Returns a scheduler that is ready and has not refused the request; None if there is none."""
@@ -47,12 +50,19 @@ class Router:
         if name is None:
             return None
         self.chosen[name, reason or self._first_reason(prompt)] += 1
+        self.num_second_tries += reason == REFUSED
         return self._schedulers[name]
 
     def home(self, prompt: Prompt) -> Scheduler:
         """Returns the scheduler that tells why none is ready."""
-        name = self.replicas.ring.home(prompt.affinity_key, self._schedulers)
-        return self._schedulers[name or next(iter(self._schedulers))]
+        name = self.replicas.ring.home(prompt.affinity_key, self._schedulers) or next(iter(self._schedulers))
+        self.chosen[name, NOT_READY] += 1
+        return self._schedulers[name]
+
+    def forget(self, name: str) -> None:
+        """Drops the counts of a scheduler that has left."""
+        for key in [each for each in self.chosen if each[0] == name]:
+            del self.chosen[key]
 
     def _first_reason(self, prompt: Prompt) -> str:
         return "ring" if self._policy == "cost" and prompt.num_tokens is None else self._policy

@@ -14,7 +14,7 @@ from gateway.routing.fair_line import Tenant
 from gateway.routing.replicas import Replicas
 from gateway.schedulers.affinity import affinity_key
 from gateway.schedulers.preparation import ask_any
-from gateway.schedulers.route import REFUSED, Route, Router
+from gateway.schedulers.route import Route, Router
 from gateway.schedulers.scheduler import Scheduler
 from gateway.schedulers.stream import Caller, GenerationStream
 from gateway.schedulers.tenants import KnownTenants
@@ -25,7 +25,7 @@ from quire.tls import TlsError, TlsFiles
 from quire.tries import ServerContact
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gateway.schedulers.watch import DigestScheme
     from quire.channel import Connection
@@ -100,7 +100,7 @@ class Schedulers:
     @property
     def num_second_tries(self) -> int:
         """Number of times that a request was sent to another scheduler after a refusal."""
-        return sum(number for (_, reason), number in self.chosen.items() if reason == REFUSED)
+        return self._router.num_second_tries
 
     @property
     def chosen(self) -> Mapping[tuple[str, str], int]:
@@ -194,11 +194,8 @@ class Schedulers:
 
     async def tokenization(self, method: str, request: Any, authorization: str) -> Any:
         """Calls quire.v1.Tokenization on behalf of a client. Raises QuireError."""
-
-        def call(scheduler: Scheduler) -> Awaitable[Any]:
-            return scheduler.tokenization(method, request, authorization)
-
-        return await ask_any(self._any, call, self._contact.resume_timeout_s)
+        timeout_s = self._contact.resume_timeout_s
+        return await ask_any(self._any, lambda each: each.tokenization(method, request, authorization), timeout_s)
 
     async def refuse_strangers(self) -> bool:
         """Returns whether all schedulers refuse a call without credentials. Waits until one has answered.
@@ -276,6 +273,7 @@ class Schedulers:
             await asyncio.sleep(LEAVE_INTERVAL_S)
         del self._leaving[scheduler.address]
         self._replicas.remove(scheduler.address)
+        self._router.forget(scheduler.address)
         await scheduler.close()
 
     def _ready_changed(self) -> None:

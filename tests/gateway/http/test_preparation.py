@@ -1,4 +1,4 @@
-"""What a request needs of a scheduler before its stream begins survives the scheduler's death as the stream does."""
+"""Calls that prepare a request survive the death of a scheduler, as its stream does."""
 
 from __future__ import annotations
 

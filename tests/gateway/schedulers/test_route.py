@@ -59,6 +59,16 @@ def test_the_prompt_of_the_next_try_leaves_the_queue_with_its_own_first_token() 
         assert state.backlog_s == 0.0
 
 
+def test_a_request_that_is_sent_while_none_is_ready_counts_too() -> None:
+    route, _ = routed()
+    router = route._router
+    router._choice = SimpleNamespace(choose=lambda *_: None)
+    route.first()
+    router._choice = OnlyOne()
+    route.first()
+    assert router.chosen == {("a", "not_ready"): 1, ("a", "broken"): 1}
+
+
 async def test_every_token_of_a_request_that_has_waited_is_charged_to_its_tenant() -> None:
     waiting = WaitingRequests(max_waiting=1, max_wait_s=60.0)
     charged: list[float] = []

@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway.schedulers import schedulers as schedulers_module
 from gateway.schedulers.schedulers_file import MAX_BYTES, SchedulersFile, read_addresses
 from quire.channel import Connection
+from quire.v1 import generation_pb2 as pb
 from tests.support.certificates import Authority
-from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler
 from tests.support.gateway.rig import CHAT, Rig, content
 from tests.support.waiting import until
 
@@ -90,6 +92,29 @@ async def stream_left_behind(path: Path) -> AsyncIterator[tuple[Rig, FakeSchedul
             write(path, second.address)
             await until(lambda: addresses(rig) == {second.address})
             yield rig, second, answering
+
+
+async def test_the_choices_of_a_scheduler_that_has_left_are_no_series_any_more(tmp_path: Path) -> None:
+    async with Rig(2, can_change=True, routing="round-robin") as rig, another() as new:
+        write(tmp_path / "schedulers", *(fake.address for fake in rig.fakes))
+        with followed(rig, tmp_path / "schedulers"):
+            refused = Failure(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+
+            async def refuse(request: pb.GenerateRequest) -> Answer:
+                raise refused
+                yield
+
+            rig.fakes[0].answer = refuse
+            for _ in range(2):
+                assert (await rig.chat())[0] == 200
+            num_second_tries = rig.schedulers.num_second_tries
+            assert num_second_tries > 0
+            write(tmp_path / "schedulers", rig.fakes[0].address, new.address)
+            await until(lambda: rig.fakes[1].address not in {address for address, _ in rig.schedulers.chosen})
+            _, page = await rig.get("/metrics")
+            assert f'scheduler="{rig.fakes[1].address}"' not in page
+            assert f'quire_gateway_choices_total{{reason="round-robin",scheduler="{rig.fakes[0].address}"}}' in page
+            assert rig.schedulers.num_second_tries == num_second_tries, "a counter never decreases"
 
 
 async def test_streams_of_a_scheduler_that_has_left_continue(tmp_path: Path) -> None:
