@@ -51,9 +51,9 @@ class GatewayMetrics:
         )  # fmt: skip
         for status in ("500", "503"):  # a rate does not see the first failure of a series that it begins with
             self.stream_failures.labels(status)
-        Gauge("quire_gateway_build_info", "1, with the version.", ("version",), registry=registry).labels(
-            build_version()
-        ).set(1)
+        # The other services have a series of this name, too.
+        build_info = Gauge("quire_build_info", "Always 1", ("service", "version"), registry=registry)
+        build_info.labels("gateway", build_version()).set(1)
         registry.register(_SchedulerFamilies(schedulers))
 
     def page(self) -> bytes:

@@ -29,7 +29,7 @@ async def test_every_metric_is_documented() -> None:
     names = {
         match[1] for match in re.finditer(r"^# TYPE (\w+) ", page, re.MULTILINE) if not match[1].endswith("_created")
     }
-    assert set(re.findall(r"^\| `(quire_gateway_\w+)`", PAGE, re.MULTILINE)) == names
+    assert set(re.findall(r"^\| `(quire_\w+)`", PAGE, re.MULTILINE)) == names
 
 
 async def test_every_endpoint_is_documented() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from quire.v1 import generation_pb2 as pb
+from quire.version import build_version
 from tests.support.gateway.fake_scheduler import MODEL, Answer, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig, content
 
@@ -92,6 +93,7 @@ async def test_metrics_count_requests() -> None:
         status, page = await rig.get("/metrics")
     assert status == 200
     for line in (
+        f'quire_build_info{{service="gateway",version="{build_version()}"}} 1.0',
         'quire_gateway_requests_total{path="/v1/chat/completions",status="200"} 2.0',
         'quire_gateway_requests_total{path="/v1/chat/completions",status="400"} 1.0',
         'quire_gateway_requests_total{path="unknown",status="404"} 1.0',
