@@ -7,7 +7,7 @@ executors under one scheduler apart and stays the same when a process is restart
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,11 +93,14 @@ class Metrics(Collector):
         """Sets the address with its real port."""
         self._labels["executor"] = executor_label(address)
 
-    def serve(self, address: str) -> None:
-        """Serves /metrics at "host:port", from a thread, until `close`. Raises AddressInUse and AddressUnusable."""
+    def serve(self, address: str, loop_silent_s: Callable[[], float]) -> None:
+        """Serves /metrics and /healthz at "host:port", from a thread, until `close`.
+
+        loop_silent_s: returns the seconds since the event loop last ran. Raises AddressInUse and AddressUnusable.
+        """
         wanted = HostPort.parse(address)
         try:
-            self._http = serve_metrics(wanted.host, wanted.port, self.registry)
+            self._http = serve_metrics(wanted.host, wanted.port, self.registry, loop_silent_s)
         except OSError as error:
             raise listen_error(address, error) from None
 

@@ -1,7 +1,12 @@
-"""The HTTP server of an executor's metrics: a thread for each connection, few connections, and none that is silent."""
+"""The HTTP server of an executor's metrics: a thread for each connection, few connections, and none that is silent.
+
+GET /healthz   200 while the event loop runs, otherwise 503. A long step does not stop the loop
+GET …          the metrics
+"""
 
 import socket
 import threading
+from collections.abc import Callable
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -15,13 +20,31 @@ CONNECTION_TIMEOUT_S = 10.0
 """Time after which a connection is closed that sends nothing, or reads nothing of its answer."""
 
 
-def serve_metrics(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
-    """Serves /metrics from a thread of its own, until `shutdown`. Raises OSError if it cannot listen."""
+STUCK_AFTER_S = 5.0
+"""Time without a heartbeat after which the event loop counts as stuck. Probes need several failures in a row."""
+
+
+def serve_metrics(host: str, port: int, registry: CollectorRegistry, loop_silent_s: Callable[[], float]) -> WSGIServer:
+    """Serves /metrics and /healthz from a thread of its own, until `shutdown`. Raises OSError if it cannot listen.
+
+    loop_silent_s  returns the seconds since the event loop last ran
+    """
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: Any, start_response: Any) -> Any:
+        if environ["PATH_INFO"] != "/healthz":
+            return metrics(environ, start_response)
+        silent_s = loop_silent_s()
+        is_stuck = silent_s > STUCK_AFTER_S
+        status = "503 Service Unavailable" if is_stuck else "200 OK"
+        text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
+        return [text.encode()]
 
     class Server(_Server):
         address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
 
-    server = make_server(host, port, make_wsgi_app(registry), Server, _Handler)
+    server = make_server(host, port, answer, Server, _Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server
 

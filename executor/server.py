@@ -29,6 +29,7 @@ from quire.addresses import UNIX, AddressInUse, at_port, private_files
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 from quire.health_service import HealthService
+from quire.loop_heartbeat import LoopHeartbeat
 from quire.tls import TlsError, TlsFiles, server_credentials
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Server:
         expect = (lambda _: None) if model.grammars is None else model.grammars.expect
         self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe, expect)
         self._health = HealthService()
+        self._heartbeat = LoopHeartbeat()
         self._server = grpc.aio.server(
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
             options=[
@@ -97,8 +99,9 @@ class Server:
         reflection.enable_server_reflection(services, self._server)
         address = _bind(self._server, self._config)
         self.metrics.listens_on(address)
+        self._heartbeat.start()
         if self._config.metrics_address:
-            self.metrics.serve(self._config.metrics_address)
+            self.metrics.serve(self._config.metrics_address, self._heartbeat.silent_s)
         await self._server.start()
         self._set_health(is_serving=True)
         return address
@@ -134,6 +137,7 @@ class Server:
         self._servicer.shut_down()
         await self._server.stop(_STOP_GRACE_S)
         self.metrics.close()
+        self._heartbeat.stop()
         if not self.device_lost:
             await self._end_device()
 

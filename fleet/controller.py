@@ -163,7 +163,7 @@ class Controller:
                 {
                     "part": str(each.part),
                     "is_wanted": self._is_wanted(each.part),
-                    "state": "draining" if each.is_draining and each.state.occupies else str(each.state),
+                    "state": _state(each),
                     "address": each.address,
                     "machine": each.machine,
                     "pid": each.pid,
@@ -188,6 +188,15 @@ class Controller:
             return (self._backend.log_tail(status.part).strip().splitlines() or [""])[-1]
         except BackendError:
             return ""
+
+
+def _state(status: PartStatus) -> str:
+    """Returns the state for people: a scheduler that was ready once waits while its executor is away."""
+    if status.is_draining and status.state.occupies:
+        return "draining"
+    if status.state is State.READY and status.load is not None and not status.load.has_executor:
+        return "waiting"
+    return str(status.state)
 
 
 def _end(status: PartStatus) -> str:

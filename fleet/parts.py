@@ -53,18 +53,20 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The queue of one scheduler.
+    """The queue of one scheduler, and whether it can serve it.
 
     queued_tokens    prompt tokens in its queue
     oldest_s         seconds that the oldest sequence there has waited
     computed_tokens  prompt tokens that its executors have computed since it started
     num_requests     that wait or run
+    has_executor     False: its executor is away, and requests wait
     """
 
     queued_tokens: int
     oldest_s: float
     computed_tokens: int
     num_requests: int
+    has_executor: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asks a part on this machine whether it lives, and a scheduler what waits in it."""
+"""Asks a part on this machine whether it lives, and a scheduler whether it serves and what waits in it."""
 
 import socket
 import ssl
@@ -10,7 +10,7 @@ import grpc
 from fleet.parts import Load, Role
 from quire.addresses import HostPort
 from quire.channel import CHANNEL_OPTIONS
-from quire.v1.generation_pb2 import GetServerInfoRequest
+from quire.v1.generation_pb2 import SERVER_STATE_WAITING_FOR_EXECUTOR, GetServerInfoRequest
 from quire.v1.generation_pb2_grpc import GenerationStub
 
 TIMEOUT_S = 1.0
@@ -19,7 +19,9 @@ SILENT_S = {Role.EXECUTOR: 60.0, Role.SCHEDULER: 20.0, Role.GATEWAY: 20.0}
 """Time after which a part that was ready and does not answer hangs. Checks are counted, so that a machine that was
 suspended kills nothing."""
 
-_PATHS = {Role.EXECUTOR: "/metrics", Role.SCHEDULER: "/healthz", Role.GATEWAY: "/healthz"}
+# A thread beside the event loop answers it in executors and schedulers, and says whether the loop runs. The event loop
+# of a gateway answers itself.
+_PATH = "/healthz"
 
 
 class Liveness:
@@ -28,7 +30,6 @@ class Liveness:
     def __init__(self, role: Role, interval_s: float = TIMEOUT_S) -> None:
         self._max_failed = SILENT_S[role] / interval_s
         self._interval_s = interval_s
-        self._role = role
         self._num_failed = 0
         self._next_s = 0.0
 
@@ -37,12 +38,12 @@ class Liveness:
         now_s = time.monotonic()
         if http and now_s >= self._next_s:
             self._next_s = now_s + self._interval_s
-            self._num_failed = 0 if answers(http, _PATHS[self._role]) else self._num_failed + 1
+            self._num_failed = 0 if answers(http) else self._num_failed + 1
         return self._num_failed >= self._max_failed
 
 
-def answers(address: str, path: str, timeout_s: float = TIMEOUT_S) -> bool:
-    """Returns whether a server answers GET with 200 in time, or where it wants TLS, a handshake.
+def answers(address: str, timeout_s: float = TIMEOUT_S) -> bool:
+    """Returns whether a server answers GET /healthz with 200 in time, or where it wants TLS, a handshake.
 
     A server that closes the connection lives, too: it has as many connections as it may have.
     """
@@ -50,7 +51,7 @@ def answers(address: str, path: str, timeout_s: float = TIMEOUT_S) -> bool:
         target = HostPort.parse(address)
         with socket.create_connection((target.host, target.port), timeout_s) as connection:
             connection.settimeout(timeout_s)
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {target}\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(f"GET {_PATH} HTTP/1.1\r\nHost: {target}\r\nConnection: close\r\n\r\n".encode())
             reply = connection.recv(64)
             if not reply or b" 200 " in reply:
                 return True
@@ -87,6 +88,7 @@ class LoadProbe:
                 oldest_s=state.oldest_waiting_s,
                 computed_tokens=state.num_computed_prompt_tokens,
                 num_requests=state.num_waiting + state.num_running,
+                has_executor=state.state != SERVER_STATE_WAITING_FOR_EXECUTOR,
             )
         return None
 

@@ -9,7 +9,6 @@ server is alive, and a server whose loop is stuck is not.
 
 from __future__ import annotations
 
-import asyncio
 import selectors
 import socket
 import threading
@@ -23,7 +22,8 @@ from scheduler.telemetry.limits import SILENT_CONNECTIONS, limited
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BEAT_INTERVAL_S = 0.5
+    from quire.loop_heartbeat import LoopHeartbeat
+
 STUCK_AFTER_S = 30.0
 """Time without a heartbeat after which the event loop counts as stuck. Slow work such as tokenising runs in threads."""
 
@@ -36,27 +36,6 @@ MAX_SILENT_S = 10.0
 
 _PROBE = b"GET /healthz "
 _MAX_PROBE_BYTES = 8192
-
-
-class LoopHeartbeat:
-    """Measures when an event loop last ran. `start` it in the loop; read `silent_s` in any thread."""
-
-    def __init__(self) -> None:
-        self._beat_s = time.monotonic()
-        self._next: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        self._beat_s = time.monotonic()
-        self._next = asyncio.get_running_loop().call_later(BEAT_INTERVAL_S, self.start)
-
-    def stop(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last heartbeat."""
-        return time.monotonic() - self._beat_s
 
 
 class HealthListener:
@@ -154,7 +133,7 @@ class HealthListener:
             self._forward(connection)
 
     def _answer(self) -> bytes:
-        silent_s = self._heartbeat.silent_s
+        silent_s = self._heartbeat.silent_s()
         is_stuck = silent_s > STUCK_AFTER_S
         status = "503 Service Unavailable" if is_stuck else "200 OK"
         text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
 from quire.http_runner import http_runner
+from quire.loop_heartbeat import LoopHeartbeat
 from quire.slow_readers import SlowReaders
 from quire.static_files import HEADERS
 from quire.tls import ssl_context
@@ -19,7 +20,7 @@ from scheduler.core import QueueFull
 from scheduler.live.browser_safety import AllowedHosts
 from scheduler.servers.access import Access
 from scheduler.servers.descriptors import max_http_connections
-from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
+from scheduler.servers.health import HealthListener, listen
 from scheduler.servers.http_access import refusal
 from scheduler.servers.read_budget import ReadBudget
 from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, STALLED_READERS, limited

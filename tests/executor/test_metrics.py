@@ -73,8 +73,8 @@ def test_steps_are_observed_by_phase() -> None:
 
 def test_brackets_of_ipv6_addresses_are_removed(monkeypatch) -> None:
     served = []
-    monkeypatch.setattr("executor.metrics.serve_metrics", lambda host, port, registry: served.append((host, port)))
-    Metrics("m", "[::1]:50052").serve("[::1]:9102")
+    monkeypatch.setattr("executor.metrics.serve_metrics", lambda host, port, *_: served.append((host, port)))
+    Metrics("m", "[::1]:50052").serve("[::1]:9102", lambda: 0.0)
     assert served == [("::1", 9102)]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import urllib.error
 import urllib.request
 from dataclasses import replace
 
@@ -191,7 +193,7 @@ async def test_metrics_are_served_over_http(stub, server) -> None:
     await read(call)
     call.cancel()
     address = with_port("127.0.0.1:0")
-    server.metrics.serve(address)
+    server.metrics.serve(address, lambda: 0.0)
     page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics").read().decode())
     page = page.replace(f'executor="{server.address}",', "")
     assert 'quire_executor_step_duration_seconds_count{model_name="fake",phase="forward"} 1.0' in page
@@ -199,3 +201,31 @@ async def test_metrics_are_served_over_http(stub, server) -> None:
     assert 'quire_executor_startup_seconds{model_name="fake",phase="weights"} 0.5' in page
     assert 'quire_executor_last_step_timestamp_seconds{model_name="fake"} 1' in page
     assert 'quire_executor_idle_ratio{model_name="fake"}' in page
+
+
+async def test_healthz_fails_while_the_event_loop_hangs_and_not_while_a_step_computes(fake_runner, monkeypatch) -> None:
+    monkeypatch.setattr("executor.metrics_server.STUCK_AFTER_S", 1.0)
+    address = with_port("127.0.0.1:0")
+    server = Server(replace(CONFIG, metrics_address=address), loaded(fake_runner))
+
+    def status_after(delay_s: float) -> int:
+        time.sleep(delay_s)
+        try:
+            return int(urllib.request.urlopen(f"http://{address}/healthz", timeout=30).status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        fake_runner.gate.clear()
+        call, _ = await open_stream(ExecutorStub(channel))
+        await call.write(plan(1, 1))
+        assert await asyncio.to_thread(fake_runner.entered.wait, 30)
+        assert await asyncio.to_thread(status_after, 1.5) == 200
+        fake_runner.gate.set()
+        asking = asyncio.create_task(asyncio.to_thread(status_after, 2.0))
+        await asyncio.sleep(0)
+        time.sleep(3.0)  # noqa: ASYNC251  # hangs the loop
+        assert await asking == 503
+        assert await asyncio.to_thread(status_after, 0.0) == 200
+        call.cancel()
+    await server.stop()

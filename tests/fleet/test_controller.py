@@ -89,6 +89,23 @@ def test_a_hung_part_is_killed_and_started_again() -> None:
     assert world.backend.parts() == EVERYTHING
 
 
+def test_a_scheduler_whose_executor_is_away_waits_and_is_not_ready() -> None:
+    world = World(1)
+    world.ticks(6)
+    scheduler = Part(Role.SCHEDULER, 0)
+
+    def state() -> str:
+        world.ticks()
+        return {each["part"]: each["state"] for each in world.controller.call("status", {})["parts"]}[str(scheduler)]
+
+    world.backend.loads[scheduler] = Load(0, 0.0, 0, 2, has_executor=False)
+    assert state() == "waiting"
+    world.backend.loads[scheduler] = Load(0, 0.0, 0, 2)
+    assert state() == "ready"
+    del world.backend.loads[scheduler]
+    assert state() == "ready", "a scheduler that is too busy to answer in time may serve"
+
+
 def test_an_executor_that_dies_at_once_is_started_less_and_less_often() -> None:
     world = World(1)
     world.backend.ready_in = 10**9
