@@ -5,16 +5,20 @@ from grafana_foundation_sdk.builders import dashboard
 from deploy.grafana.panels import WINDOW, bars, dashboard_named, lines, per_second, tile
 
 _BY_STATE = "sum by (state) (quire_kv_blocks{m})"
+_SUM_BY_MODEL = "sum by (model_name)"
 
 
 def kv_cache() -> dashboard.Dashboard:
     board = dashboard_named("Quire / KV cache", "quire-kv-cache", "The block pool of a Quire server.")
     for panel in (
         tile("Blocks", "Number of blocks in the pool.", "sum (quire_kv_blocks{m})", "short"),
-        tile("In use", "Share of active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
+        tile(
+            "In use", "Share of active blocks in the fullest pool.",
+            "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98,
+        ),
         tile(
             "Waste", "Share of token slots in active blocks that are empty.",
-            "max (quire_kv_waste_ratio{m})", "percentunit",
+            _waste("sum"), "percentunit",
         ),
         tile("Shared", "Blocks in more than one block table.", "sum (quire_kv_shared_blocks{m})", "short"),
         tile("Prefix hits", "Share of prompt tokens found in the prefix cache.", _hit_ratio(), "percentunit"),
@@ -43,8 +47,11 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Occupancy",
-                "Share of active blocks among all blocks.",
-                {"{model_name}": "max by (model_name) (quire_kv_occupancy_ratio{m})"},
+                "Share of active blocks among all blocks of all servers, and in the fullest of their pools.",
+                {
+                    "{model_name}": _ratio(_SUM_BY_MODEL, "quire_kv_blocks", "active"),
+                    "{model_name}, fullest": "max by (model_name) (quire_kv_occupancy_ratio{m})",
+                },
                 "percentunit",
                 most=1,
             )
@@ -53,7 +60,7 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Waste",
                 "Share of token slots in active blocks that are empty; less than one block per sequence.",
-                {"{model_name}": "max by (model_name) (quire_kv_waste_ratio{m})"},
+                {"{model_name}": _waste(_SUM_BY_MODEL)},
                 "percentunit",
             )
         )
@@ -138,6 +145,18 @@ def _pressure(board: dashboard.Dashboard) -> dashboard.Dashboard:
             )
         )
     )
+
+
+def _waste(total: str) -> str:
+    return _ratio(total, "quire_kv_slots", "wasted")
+
+
+def _ratio(total: str, gauge: str, state: str) -> str:
+    """Returns a query for the share of one state, 0 if there is nothing.
+
+    It is a ratio of sums over all servers: a server with little in its pool can have any ratio of its own.
+    """
+    return f'{total} ({gauge}{{m, state="{state}"}}) / clamp_min({total} ({gauge}{{m}}), 1)'
 
 
 def _hit_ratio() -> str:

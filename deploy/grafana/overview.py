@@ -26,6 +26,13 @@ REFUSALS = (
 )
 """Counters with the label `reason`, and a name for each in the legend. A new bound at the edge is one line here."""
 
+# A scheduler whose scrape fails has no series of its own, so its target stands for it. In Kubernetes, where all targets
+# of the PodMonitor have one job, those of schedulers are at the port `status`.
+READY = (
+    "quire_ready or on (instance) 0 * "
+    '(up{job="quire-scheduler"} or up{job=~"quire/.+", endpoint="status"})'
+)  # fmt: skip
+
 TTFT = "quire_time_to_first_token_seconds"
 ITL = "quire_inter_token_latency_seconds"
 
@@ -39,7 +46,7 @@ def overview() -> dashboard.Dashboard:
     small = partial(tile, width="small tile")
     for panel in (
         # Not filtered by model: a scheduler that has not seen an executor yet has no model name.
-        small("Ready", "1 if every scheduler serves.", "min (quire_ready)", "short", good_from=1),
+        small("Ready", "1 if every scheduler answers and serves.", f"min ({READY})", "short", good_from=1),
         small("Requests/s", "Requests that ended per second.", per_second("quire_requests_finished_total"), "reqps"),
         small("Tokens/s", "Generated tokens per second.", per_second("quire_generation_tokens_total"), "short"),
         small("Running", "Requests with a sequence in the batch.", "sum (quire_requests_running{m})", "short"),
@@ -49,7 +56,7 @@ def overview() -> dashboard.Dashboard:
             "max (quire_queue_oldest_age_seconds{m})", "s", bad_from=30,
         ),
         small(
-            "Pool in use", "Share of active blocks.",
+            "Pool in use", "Share of active blocks in the fullest pool.",
             "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98,
         ),
         small(

@@ -114,7 +114,7 @@ def lines(
 
 
 def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargauge.Panel:
-    """Returns a panel with the current value of each query as a bar."""
+    """Returns a panel with the current value of each query as a bar; without data it has none."""
     panel = (
         bargauge.Panel()
         .title(title)
@@ -129,7 +129,7 @@ def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargau
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     )
     for letter, (legend, expression) in zip("ABCDEFGH", queries.items(), strict=False):
-        panel = panel.with_target(_query(letter, legend, expression))
+        panel = panel.with_target(_query(letter, legend, expression, is_instant=True))
     return panel
 
 
@@ -169,7 +169,10 @@ def tile(
     good_from: float | None = None,
     width: str = "tile",
 ) -> stat.Panel:
-    """Returns a panel with one number and its recent history; red from `bad_from` on, or below `good_from`."""
+    """Returns a panel with one number; red from `bad_from` on, or below `good_from`.
+
+    It asks for the present only. The last number of the past would stay when the service is gone.
+    """
     steps = [models.Threshold(value=None, color="green" if good_from is None else "red")]
     if bad_from is not None:
         steps.append(models.Threshold(value=bad_from, color="red"))
@@ -185,9 +188,9 @@ def tile(
         .span(WIDTHS[width])
         .thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
-        .graph_mode(common_models.BigValueGraphMode.AREA)
+        .graph_mode(common_models.BigValueGraphMode.NONE)
         .color_mode(common_models.BigValueColorMode.VALUE)
-        .with_target(_query("A", title, expression))
+        .with_target(_query("A", title, expression, is_instant=True))
     )
 
 
@@ -211,13 +214,13 @@ def attainment(histogram: str, variable: str) -> str:
     return f"{good} / sum (rate({histogram}_count{{m}}[{WINDOW}]))"
 
 
-def _query(letter: str, legend: str, expression: str) -> prometheus.Dataquery:
+def _query(letter: str, legend: str, expression: str, *, is_instant: bool = False) -> prometheus.Dataquery:
     """Returns one query of a panel. A label in the legend is written as {label}."""
-    return (
+    query = (
         prometheus.Dataquery()
         .ref_id(letter)
         .datasource(DATA_SOURCE)
         .expr(expression.replace("{m", "{" + MODEL))
         .legend_format(legend.replace("{", "{{").replace("}", "}}"))
-        .range()
     )
+    return query.instant() if is_instant else query.range()
