@@ -20,6 +20,7 @@ import ssl
 import sys
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -68,10 +69,25 @@ def _ends_handshake(host: str, port: int) -> bool:
 
 def num_failures(is_well: bool) -> int:
     """Records the result of this check; returns the number of failed checks in a row, including this one."""
-    if is_well or STATE.exists():
-        STATE.write_text(str(0 if is_well else int(STATE.read_text()) + 1))
+    if not is_well and not STATE.exists():
+        return 0
+    number = 0 if is_well else _last_number() + 1
+    temporary = STATE.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(str(number))
+        temporary.replace(STATE)
+    except OSError:  # the disk is full: this check is not counted, and its result still stands
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return number
+
+
+def _last_number() -> int:
+    """Returns the number of failures that the file says; 0 if it says nothing, as after a write to a full disk."""
+    try:
         return int(STATE.read_text())
-    return 0
+    except (OSError, ValueError):
+        return 0
 
 
 def kill_service() -> None:

@@ -1,7 +1,9 @@
 """The health check of containers: its exit code, and when it kills the service."""
 
 import contextlib
+import errno
 import http.server
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -129,6 +131,44 @@ def test_a_service_that_has_served_and_hangs_is_killed(
     assert check(address, "--kill-after", "3") == 0, "the service has recovered, so the count restarts"
     failing = unused_address()
     assert [(check(failing, "--kill-after", "3"), len(kills)) for _ in range(3)] == [(1, 0), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("content", ["", "x"])
+def test_a_count_that_cannot_be_read_begins_again(
+    kills: list[str], check: Check, service: tuple[str, health.HealthServicer], content: str
+) -> None:
+    """A disk that was full has left an empty file."""
+    address, _ = service
+    health_check.STATE.write_text(content)
+    failing = unused_address()
+    assert [check(failing, "--kill-after", "2") for _ in range(2)] == [1, 1]
+    assert kills == ["killed"]
+    health_check.STATE.write_text(content)
+    assert check(address, "--kill-after", "2") == 0
+    assert health_check.STATE.read_text() == "0"
+
+
+def test_a_full_disk_does_not_change_the_result(
+    kills: list[str],
+    check: Check,
+    service: tuple[str, health.HealthServicer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address, _ = service
+    assert check(address, "--kill-after", "3") == 0
+    assert check(unused_address(), "--kill-after", "3") == 1
+    with monkeypatch.context() as full:
+
+        def write(path: Path, text: str) -> None:
+            path.touch()  # the name has room, the content has none
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        full.setattr(Path, "write_text", write)
+        assert [check(unused_address(), "--kill-after", "3"), check(address, "--kill-after", "3")] == [1, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert health_check.STATE.read_text() == "1", "the count of before"
+    assert kills == []
 
 
 def test_a_service_that_has_not_served_yet_is_not_killed(kills: list[str], check: Check) -> None:
