@@ -3,8 +3,11 @@
 Requests that a bound refuses are also counted in `quire_requests_rejected_total`, if they were read at all.
 """
 
+import errno
 import os
 from collections import Counter
+
+from quire.descriptors import descriptor_limit
 
 GRAMMAR_MEMORY = "grammar_memory"
 GRAMMAR_TIME = "grammar_time"
@@ -45,8 +48,11 @@ def limited(limit: str) -> None:
 
 
 def num_open_files() -> int:
-    """Returns the number of open file descriptors, or 0 where the system does not say."""
+    """Returns the number of open file descriptors, or 0 where the system does not say.
+
+    To list them takes another one. Where none is left, as many are open as may be.
+    """
     try:
         return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
+    except OSError as error:
+        return descriptor_limit() if error.errno == errno.EMFILE else 0
