@@ -1,5 +1,6 @@
 """Counts the ends of each part, and says when it may start again. Pure: the caller passes the times."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from fleet.parts import Part, PartStatus, State
@@ -15,6 +16,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._num_ends: Counter[Part] = Counter()
         self._num_in_a_row: dict[Part, int] = {}
         self._not_before_s: dict[Part, float] = {}
 
@@ -26,6 +28,7 @@ class Restarts:
         for each in new:
             num = self._num_in_a_row.get(each.part, 0) if now_s - each.started_s < HEALTHY_S else 0
             self._num_in_a_row[each.part] = num + 1
+            self._num_ends[each.part] += 1
             self._not_before_s[each.part] = now_s + min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num, 64))
         return new
 
@@ -33,6 +36,6 @@ class Restarts:
         """Returns the time before which the part should not start; 0 if it has not ended."""
         return self._not_before_s.get(part, 0.0)
 
-    def num_in_a_row(self, part: Part) -> int:
-        """Returns the number of ends since the part last ran for HEALTHY_S."""
-        return self._num_in_a_row.get(part, 0)
+    def num_ends(self, part: Part) -> int:
+        """Returns the number of ends that were noted."""
+        return self._num_ends[part]

@@ -69,7 +69,7 @@ def status(
     address: _Address = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
-    """Shows every part of a fleet: its state, its address, and how often it has ended."""
+    """Shows every part of a fleet: its state, its address, and how often its controller has seen it end."""
     report = _asked(name, backend, address, "status")
     if as_json:
         print(json.dumps(report))

@@ -12,7 +12,7 @@ from fleet import controller
 from fleet.autoscale import GROW_AFTER_S, SHRINK_AFTER_S
 from fleet.controller import Controller
 from fleet.parts import Load, Part, Role, State
-from fleet.restarts import MAX_DELAY_S
+from fleet.restarts import HEALTHY_S, MAX_DELAY_S
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, Wanted
 from tests.support.fleet.world import FakeBackend
@@ -116,6 +116,16 @@ def test_an_executor_that_dies_at_once_is_started_less_and_less_often() -> None:
     num_starts = world.backend.verbs("start").count("executor-0")
     assert 8 <= num_starts <= 8 + 120 / MAX_DELAY_S
     assert world.controller.call("status", {})["parts"][0]["num_ends"] >= num_starts - 1
+
+
+def test_all_ends_are_counted() -> None:
+    world = World(1)
+    for _ in range(3):
+        world.ticks(int(HEALTHY_S) * 2 + 10)
+        world.backend.end(world.backend.running(Part(Role.EXECUTOR, 0))[0].incarnation)
+    world.ticks(6)
+    ends = {each["part"]: each["num_ends"] for each in world.controller.call("status", {})["parts"]}
+    assert ends == {"executor-0": 3, "gateway-0": 0, "scheduler-0": 0}
 
 
 def test_a_new_controller_goes_on_where_the_last_one_ended() -> None:

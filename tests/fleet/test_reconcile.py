@@ -206,7 +206,8 @@ def test_a_gang_that_dies_at_once_is_started_less_and_less_often() -> None:
         now_s = restarts.not_before_s(E0)
     assert pauses[:4] == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, 8 * FIRST_DELAY_S]
     assert pauses[-1] == MAX_DELAY_S
-    assert restarts.num_in_a_row(E0) == 12
+    assert restarts.num_ends(E0) == 12
     restarts.note(ended("healthy", now_s), now_s + HEALTHY_S)
     assert restarts.not_before_s(E0) == pytest.approx(now_s + HEALTHY_S + FIRST_DELAY_S)
     assert restarts.not_before_s(E1) == 0
+    assert restarts.num_ends(E0) == 13, "all count, and not only those after short runs"
