@@ -19,7 +19,7 @@ from executor.models.model import Model
 from executor.parallel.group import RankGroup
 from executor.parallel.leading_model import LeadingModel
 from executor.parallel.ranks import OneRank
-from executor.share_loading import Say, load_share, timed
+from executor.share_loading import LoadedShare, Say, load_share, timed
 from kernels.memory import populate
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LoadedModel:
     graphs          number of CUDA graphs: "captured", and "missing" for lack of memory
     idle_work       work to do while there is no step to run; an item takes some milliseconds
     grammars        those of the checkpoint's vocabulary; None if it has no tokenizer that can be used
-    group           the other ranks, if the model is divided; the memory and the runner are those of rank 0
+    group           the other ranks, if the model is divided; the memory is that of all ranks, the runner that of rank 0
     """
 
     runner: "ModelRunner | CudaRunner"
@@ -111,14 +111,13 @@ def _load(
         digest = check.digest()
     if group is not None:
         group.await_ready(digest)
-    weights_bytes = {"weights": share.decoder.weights.num_bytes}
     return LoadedModel(
         runner=runner,
         model_name=_model_name(config, directory),
         dtype=share.decoder.dtype,
         device=device,
         weights_digest=digest,
-        memory_bytes=weights_bytes | share.start.memory_bytes | {"kv_pool": share.pool.nbytes},
+        memory_bytes=_memory_bytes(share, group),
         startup_s=startup_s,
         graphs=_graphs(runner),
         # On the CPU the system provides the pool's pages when they are first written, which takes time then.
@@ -126,6 +125,15 @@ def _load(
         grammars=grammars,
         group=group,
     )
+
+
+def _memory_bytes(share: LoadedShare, group: RankGroup | None) -> dict[str, int]:
+    """Returns the memory of all ranks by kind. Their pools have the same number of blocks."""
+    weights, pool = share.decoder.weights.num_bytes, share.pool.nbytes
+    for member in () if group is None else group.members:
+        weights += member.memory_bytes["weights"]
+        pool += member.memory_bytes["kv_block"] * share.limits.num_blocks
+    return {"weights": weights} | share.start.memory_bytes | {"kv_pool": pool}
 
 
 def _graphs(runner: "ModelRunner | CudaRunner") -> dict[str, int]:

@@ -156,7 +156,7 @@ class Metrics(Collector):
             (), {(): self._started_s},
         )  # fmt: skip
         yield self._gauge(
-            "quire_executor_memory_bytes", "Memory in use, by kind",
+            "quire_executor_memory_bytes", "Memory in use, by kind: the sum over all ranks",
             ("kind",), {(kind,): float(num_bytes) for kind, num_bytes in self._memory_bytes.items()},
         )  # fmt: skip
         yield self._gauge(

@@ -120,15 +120,14 @@ def test_the_ranks_load_the_planned_bytes_and_have_the_digest_of_the_whole_model
     directory = checkpoint(name).directory
     model, shape = load_group(directory, 3), read_model_shape(directory)
     assert model.group is not None
-    measured = [
-        {"weights": model.memory_bytes["weights"], "kv_block": model.runner.model.pool[:, :1].nbytes},
-        *(member.memory_bytes for member in model.group.members),
-    ]
+    others = [member.memory_bytes for member in model.group.members]
     shares = shape.shares(3)
     kv_bytes = [2 * shape.num_layers * share.num_kv_heads * shape.head_dim * 4 * 4 for share in shares]
     weight_bytes = [4 * shape.num_share_parameters(share) for share in shares]
-    assert [each["weights"] for each in measured] == weight_bytes
-    assert [each["kv_block"] for each in measured] == kv_bytes
+    assert [each["weights"] for each in others] == weight_bytes[1:]
+    assert [model.runner.model.pool[:, :1].nbytes, *(each["kv_block"] for each in others)] == kv_bytes
+    num_blocks = model.runner.limits.num_blocks
+    assert model.memory_bytes == {"weights": sum(weight_bytes), "kv_pool": sum(kv_bytes) * num_blocks}, "of all ranks"
     assert max(weight_bytes) == 4 * shape.num_device_parameters(3)
     assert model.weights_digest == load_group(directory, 1).weights_digest
 
