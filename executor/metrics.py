@@ -39,10 +39,17 @@ _ANY_HOST = ("0.0.0.0", "::")
 class Metrics(Collector):
     """Metrics in a registry of their own. One thread records steps, and another reads them for a scrape."""
 
-    def __init__(self, model_name: str, address: str, grammars: GrammarCounts | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        address: str,
+        grammars: GrammarCounts | None = None,
+        busy_since_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
         """Starts without samples of steps. `address` is the configured address to listen on.
 
         grammars: counts that the room of grammars goes on counting; None: there are no grammars.
+        busy_since_s: returns since when a step has been under way (time.monotonic); None: none is.
         """
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "executor": executor_label(address)}
@@ -56,6 +63,7 @@ class Metrics(Collector):
         self._startup_s: dict[str, float] = {}
         self._graphs: dict[str, int] = {}
         self._idle = IdleRatio()
+        self._busy_since_s = busy_since_s
         self._http: WSGIServer | None = None
         self.registry.register(self)
 
@@ -171,7 +179,7 @@ class Metrics(Collector):
         yield self._gauge(
             "quire_executor_idle_ratio",
             f"Share of about the last {_IDLE_WINDOW_S:.0f} s in which the device thread had no plan",
-            (), {(): self._idle.current()},
+            (), {(): self._idle.current(self._busy_since_s())},
         )  # fmt: skip
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
@@ -206,9 +214,14 @@ class IdleRatio:
         self._ratio = _faded(_faded(self._ratio, 1.0, idle_s), 0.0, busy_s)
         self._measured_at_s = time.monotonic()
 
-    def current(self) -> float:
-        """Returns the ratio now. The time since the last step ended counts as idle."""
-        return _faded(self._ratio, 1.0, time.monotonic() - self._measured_at_s)
+    def current(self, busy_since_s: float | None) -> float:
+        """Returns the ratio now. The time since the last step ended counts as idle until the next one began.
+
+        busy_since_s: time at which the step under way began; None: there is none.
+        """
+        measured_at_s, now_s = self._measured_at_s, time.monotonic()
+        began_s = now_s if busy_since_s is None else min(now_s, max(busy_since_s, measured_at_s))
+        return _faded(_faded(self._ratio, 1.0, began_s - measured_at_s), 0.0, now_s - began_s)
 
 
 def _faded(ratio: float, towards: float, duration_s: float) -> float:

@@ -75,7 +75,7 @@ class Server:
         )
         if model.group is not None:
             model.group.watch(lambda: _call_soon(loop, self._lose_device))
-        self.metrics = _metrics(model, config.listen_address)
+        self.metrics = _metrics(model, config.listen_address, self._device.busy_since_s)
         limits = model.runner.limits
         # The grammars of a plan are compiled while it waits for the device.
         expect = (lambda _: None) if model.grammars is None else model.grammars.expect
@@ -225,8 +225,9 @@ def _description(model: LoadedModel) -> pb.DescribeResponse:
     )
 
 
-def _metrics(model: LoadedModel, address: str) -> Metrics:
-    metrics = Metrics(model.model_name, address, None if model.grammars is None else model.grammars.counts)
+def _metrics(model: LoadedModel, address: str, busy_since_s: Callable[[], float | None]) -> Metrics:
+    grammars = None if model.grammars is None else model.grammars.counts
+    metrics = Metrics(model.model_name, address, grammars, busy_since_s)
     for kind, num_bytes in model.memory_bytes.items():
         metrics.set_memory(kind, num_bytes)
     for state, count in model.graphs.items():

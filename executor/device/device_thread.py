@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from executor.device.results_thread import LaunchedStep, ResultsThread, Runner, Unfinished
+from executor.device.steps_under_way import StepsUnderWay
 from executor.device.work import Begin, Failure, FailureKind, LivenessProbe, Marker, Outcome, Step
 from executor.errors import ModelBroken, PlanRejected
 from executor.plans.plan import StepOutput, StepPlan
@@ -74,6 +75,7 @@ class DeviceThread:
         # The last epoch that failed late. Only the results thread uses it.
         self._late_epoch = 0
         self._idle_since_ns = time.monotonic_ns()
+        self._under_way = StepsUnderWay()
         self._probed_ns: int | None = None
         self._progress_ns = 0
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -92,6 +94,10 @@ class DeviceThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def busy_since_s(self) -> float | None:
+        """Returns since when steps have been under way (time.monotonic); None if none is."""
+        return self._under_way.busy_since_s
 
     def probe(self) -> None:
         """Starts a probe of both threads unless one is under way. Call it at intervals."""
@@ -125,6 +131,7 @@ class DeviceThread:
             _log.exception("the device thread failed between steps")
             unexpected("between_steps")
             if isinstance(work, Step):
+                self._under_way.end(work.plan.epoch, work.plan.step_id)
                 self._fail_epoch(work.plan.epoch)
                 self._results.put(partial(work.deliver, _internal(work.plan, error)))
             return work is not None
@@ -143,11 +150,13 @@ class DeviceThread:
         elif isinstance(work, Begin):
             self._begin(work)
         elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
+            self._under_way.begin(work.plan.epoch, work.plan.step_id)
             outcome = self._step(work, time.monotonic_ns(), self._idle_since_ns)
             self._idle_delay_s = _IDLE_DELAY_S
             self._progress_ns = self._idle_since_ns = time.monotonic_ns()
             self._deliver_pending()
             if outcome is not None:
+                self._under_way.end(work.plan.epoch, work.plan.step_id)
                 self._pending = partial(work.deliver, outcome)
             if isinstance(outcome, Failure):
                 self._deliver_pending()
@@ -222,11 +231,13 @@ class DeviceThread:
         """Returns a launched step with callbacks that deliver its outcome on the results thread."""
 
         def finished(output: StepOutput) -> None:
+            self._under_way.end(work.plan.epoch, work.plan.step_id)
             self._progress_ns = time.monotonic_ns()
             if work.plan.epoch > self._late_epoch:
                 work.deliver(replace(output, timings=replace(output.timings, queue_ns=queue_ns)))
 
         def failed(error: Exception) -> None:
+            self._under_way.end(work.plan.epoch, work.plan.step_id)
             self._progress_ns = time.monotonic_ns()
             self._is_pool_trusted = False
             if work.plan.epoch > self._late_epoch:

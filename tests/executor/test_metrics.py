@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 
 def test_the_ratio_is_one_until_the_first_step(clock) -> None:
-    assert IdleRatio().current() == 1.0
+    assert IdleRatio().current(None) == 1.0
 
 
 def test_the_ratio_follows_the_last_seconds(clock) -> None:
@@ -33,17 +33,31 @@ def test_the_ratio_follows_the_last_seconds(clock) -> None:
     for _ in range(1000):
         clock.now_s += 0.1
         ratio.add(idle_s=0.025, busy_s=0.075)
-    assert ratio.current() == pytest.approx(0.25, abs=0.01)
+    assert ratio.current(None) == pytest.approx(0.25, abs=0.01)
     clock.now_s += 10.0
-    assert ratio.current() == pytest.approx(1 - 0.75 / math.e, abs=0.01)
+    assert ratio.current(None) == pytest.approx(1 - 0.75 / math.e, abs=0.01)
     clock.now_s += 1000.0
-    assert ratio.current() == pytest.approx(1.0)
+    assert ratio.current(None) == pytest.approx(1.0)
 
 
 def test_one_long_step_counts_as_busy(clock) -> None:
     ratio = IdleRatio()
     ratio.add(idle_s=0.0, busy_s=1000.0)
-    assert ratio.current() == pytest.approx(0.0)
+    assert ratio.current(None) == pytest.approx(0.0)
+
+
+def test_a_step_under_way_counts_as_busy(clock) -> None:
+    ratio = IdleRatio()
+    for _ in range(1000):  # steps without a gap
+        clock.now_s += 0.2
+        ratio.add(idle_s=0.0, busy_s=0.2)
+    began_s = clock.now_s
+    clock.now_s += 20.0
+    assert ratio.current(began_s) == pytest.approx(0.0, abs=0.01)
+    assert ratio.current(began_s - 1.0) == ratio.current(began_s), "it ran before the last one had ended"
+    clock.now_s += 1000.0
+    assert ratio.current(began_s) == pytest.approx(0.0), "a device that hangs has work"
+    assert ratio.current(clock.now_s - 10.0) == pytest.approx(1 / math.e), "it was idle before"
 
 
 def test_steps_are_observed_by_phase() -> None:

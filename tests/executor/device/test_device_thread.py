@@ -227,3 +227,20 @@ def test_steps_do_not_wait_for_idle_work() -> None:
         assert done[:6] == ["turn", *["step"] * 5]
     finally:
         harness.thread.stop()
+
+
+@pytest.mark.parametrize("error", [None, PlanRejected("wrong"), RuntimeError("lost")])
+def test_the_device_is_busy_while_a_step_computes(harness, error: Exception | None) -> None:
+    assert harness.thread.busy_since_s() is None
+    harness.runner.gate.clear()
+    if error is not None:
+        harness.runner.errors[1] = error
+    before_s = time.monotonic()
+    harness.put(1, 1)
+    assert harness.runner.entered.wait(30)
+    since_s = harness.thread.busy_since_s()
+    assert since_s is not None
+    assert before_s <= since_s <= time.monotonic()
+    harness.runner.gate.set()
+    harness.flush()
+    assert harness.thread.busy_since_s() is None

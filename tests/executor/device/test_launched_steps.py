@@ -126,3 +126,20 @@ def test_stop_finishes_launched_steps(late) -> None:
     late.thread.stop()
     assert steps([late.outcomes.get_nowait()]) == [(1, 1)]
     opener.join()
+
+
+def test_the_device_is_busy_from_the_first_launch_to_the_last_end(late) -> None:
+    assert late.thread.busy_since_s() is None
+    late.put(1, 1)
+    wait_until_launched(late, 1)
+    since_s = late.thread.busy_since_s()
+    assert since_s is not None
+    late.put(1, 2)
+    wait_until_launched(late, 2)
+    late.runner.late_errors[1] = RuntimeError("lost")
+    late.runner.gates[1].set()
+    late.outcomes.get(timeout=10)
+    assert late.thread.busy_since_s() == since_s, "the second step is under way"
+    late.runner.gates[2].set()
+    late.flush()
+    assert late.thread.busy_since_s() is None
