@@ -1,4 +1,4 @@
-"""Panels show the right values for given series. Prometheus itself evaluates the queries of the committed dashboards."""
+"""Panels show the right values for given series, by Prometheus' own evaluation of the committed queries."""
 
 import shutil
 import subprocess

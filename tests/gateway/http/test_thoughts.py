@@ -1,5 +1,6 @@
 """Thoughts of a reasoning model in the three APIs."""
 
+import asyncio
 from typing import Any
 
 import grpc
