@@ -1,6 +1,8 @@
 """Makes the full collections of cyclic garbage rare: the event loop stands still during each."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NUM_YOUNG_COLLECTIONS = 500
 """Full collections come after so many of the middle generation, about 3.5 million new objects (CPython's default: 10).
@@ -17,6 +19,16 @@ def collect_rarely() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NUM_YOUNG_COLLECTIONS)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Imports torch in a sixth less time: what it makes stays, and each full collection would visit all of it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def drop_frames(error: BaseException | None) -> None:

@@ -19,6 +19,7 @@ from quire.addresses import (
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
 from quire.command import quire_command
+from quire.garbage import without_collections
 from quire.settings import ConfigError
 from scheduler.config import SchedulerConfig
 
@@ -159,7 +160,8 @@ def run_scheduler(config: SchedulerConfig) -> int:
 
 def run_executor(config: ExecutorConfig) -> int:
     """Runs the executor in this process until it is told to end; returns the exit code."""
-    from executor.main import run
+    with without_collections():
+        from executor.main import run
 
     return run(config)
 
