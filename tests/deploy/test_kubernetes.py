@@ -64,7 +64,7 @@ def test_every_kustomization_can_be_built(layer: str) -> None:
         if each["kind"] in ("LeaderWorkerSet", "StatefulSet")
     }
     (file,) = (each["data"]["schedulers"] for each in manifests if each["metadata"]["name"] == "quire-schedulers")
-    assert file.splitlines() == [f"scheduler-{index}.scheduler:50051" for index in range(counts["scheduler"])]
+    assert file.splitlines() == [f"scheduler-{index}.scheduler.quire.svc:50051" for index in range(counts["scheduler"])]
     assert counts["executor"] == counts["scheduler"], "every scheduler has an executor"
 
 
@@ -223,7 +223,7 @@ def test_each_hop_agrees_on_names_and_addresses() -> None:
     assert gateway["--schedulers-file"] == "/etc/quire/schedulers"
     for path in FOLDER.glob("**/schedulers"):
         addresses = read_addresses(str(path))
-        assert addresses == tuple(f"scheduler-{index}.scheduler:50051" for index in range(len(addresses)))
+        assert addresses == tuple(f"scheduler-{index}.scheduler.quire.svc:50051" for index in range(len(addresses)))
 
 
 def _planted(kind: str) -> Manifest:
