@@ -41,6 +41,9 @@ _FAILED_WRITE = "Internal error from Core"
 """The message with which grpc.aio replaces the status of a call that ends while it writes a request (grpc/grpc#36066).
 A write fails for no other reason."""
 
+_OTHER_HOST = "call host does not match SSL server name"
+"""The message with which gRPC refuses a call before it sends it. The status is that of a wrong key."""
+
 _LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "broken pipe", "goaway", "cancelling all")
 """Words of gRPC's messages about a connection that was open; the status is the same as for a server that is absent."""
 
@@ -58,6 +61,11 @@ def from_rpc_error(error: grpc.RpcError) -> QuireError:
         return UnavailableError("stream removed: the server ended during the call")
     if call.code() is grpc.StatusCode.INTERNAL and call.details() == _FAILED_WRITE:
         return UnavailableError("stream removed: the call ended while a request was sent")
+    if call.code() is grpc.StatusCode.UNAUTHENTICATED and call.details() == _OTHER_HOST:
+        return UnavailableError(
+            "the server's certificate has no name that gRPC accepts for the host of its address: give it that name. A "
+            "wildcard needs at least two names after it"
+        )
     return from_status(call.code(), call.details() or "", call.trailing_metadata())
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,8 +10,10 @@ import grpc.aio
 
 from quire.errors import InternalError, UnavailableError
 from quire.status import from_rpc_error, is_lost_connection
+from quire.tls import channel_credentials, server_credentials
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from tests.support.certificates import Authority
 
 
 class Reader(GenerationServicer):
@@ -67,3 +70,19 @@ async def test_a_bug_of_the_server_is_none() -> None:
     await server.stop(0)
     assert isinstance(error, InternalError)
     assert error.message == "a bug of the server"
+
+
+async def test_a_certificate_with_another_name_is_no_wrong_key(tmp_path: Path) -> None:
+    """Such a call is refused by gRPC itself, with the status for callers without an identity."""
+    authority = Authority.create(tmp_path)
+    server = grpc.aio.server()
+    add_GenerationServicer_to_server(Reader(), server)
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(authority.issue("scheduler", "DNS:*.scheduler")))
+    await server.start()
+    options = [("grpc.default_authority", "scheduler-0.scheduler")]
+    credentials = channel_credentials(authority.ca)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
+        error = from_rpc_error(await end_of_call(GenerationStub(channel).GenerateMany()))
+    await server.stop(0)
+    assert isinstance(error, UnavailableError), error
+    assert "certificate" in error.message
