@@ -131,14 +131,22 @@ class GatewayServer:
     async def stop(self, drain_timeout_s: float = 0.0) -> bool:
         """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled.
 
-        It listens until the end, so that /healthz can be asked meanwhile.
+        It listens until the end, so that /healthz can be asked meanwhile. Connections close without a request, and
+        otherwise after it, so that the next request of their clients goes to another gateway.
         """
+        self._close_idle()
         has_drained = await self.generation.requests.drain(drain_timeout_s)
         if self._listening is not None:
             self._listening.close()
         self._readers.stop()
         await self._runner.cleanup()
         return has_drained
+
+    def _close_idle(self) -> None:
+        """Closes connections that wait for a further request. aiohttp does this only when it closes all."""
+        for connection in self._runner.server.connections if self._runner.server is not None else ():
+            if connection._waiter is not None and connection not in self._silent:
+                connection.force_close()
 
     def _protocol(self, server: web.Server) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
@@ -180,6 +188,8 @@ class GatewayServer:
                 bug = from_quire_error(InternalError("internal error; see the gateway's log"), {})
                 response = _error_response(bug, request.path)
             self.metrics.requests.labels(path, str(response.status)).inc()
+            if self.generation.requests.is_draining:
+                response.force_close()
             await self._unread_bodies.discard(request, response)
             return response
 

@@ -210,7 +210,7 @@ def test_prometheus_finds_the_pods_of_every_workload() -> None:
         assert selector <= workload.labels.items(), workload.name
 
 
-def test_a_gateway_listens_until_no_node_routes_to_it_and_then_has_time_to_drain() -> None:
+def test_a_gateway_serves_until_no_node_routes_to_it_and_then_has_time_to_drain() -> None:
     gateway = WORKLOADS["gateway"]
     wait_s = gateway.container["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert wait_s + int(gateway.flags["--drain-timeout-s"]) <= gateway.pod["terminationGracePeriodSeconds"]

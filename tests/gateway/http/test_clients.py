@@ -241,6 +241,42 @@ async def test_draining_lets_open_streams_end_and_refuses_new_ones() -> None:
         writer.close()
 
 
+async def test_draining_closes_connections_so_that_clients_go_to_another_gateway() -> None:
+    go_on = asyncio.Event()
+
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        await go_on.wait()
+        yield started()
+        yield delta(0, "b", 1)
+        yield finished(0, 1)
+
+    async with Rig() as rig:
+        rig.fake.answer = answer
+        idle, idle_writer = await raw(rig, "GET /healthz HTTP/1.1\nHost: x")
+        assert b" 200 " in await idle.readuntil(b"ok\n")
+        new, new_writer = await asyncio.open_connection(*rig.server.address.split(":"))
+        new_writer.write(b"GET /healthz HTTP/1.1\r\n")  # the header of its first request has not ended
+        reader, writer = await raw_chat(rig)
+        streamed, stream_writer = await raw_chat(rig, stream=True)
+        await until(lambda: len(rig.fake.opened) == 2)
+        stopping = asyncio.create_task(rig.server.stop(30))
+        assert await asyncio.wait_for(idle.read(), 20) == b""
+        refused, refused_writer = await raw_chat(rig)
+        text = await asyncio.wait_for(refused.read(), 20)
+        assert b" 503 " in text
+        assert b"Connection: close\r\n" in text
+        new_writer.write(b"Host: x\r\n\r\n")
+        assert b" 200 " in await asyncio.wait_for(new.read(), 20)
+        go_on.set()
+        text = await asyncio.wait_for(reader.read(), 20)
+        assert b" 200 " in text
+        assert b"Connection: close\r\n" in text
+        assert b"data: [DONE]" in await asyncio.wait_for(streamed.read(), 20)
+        assert await stopping is True
+        for each in (idle_writer, new_writer, writer, stream_writer, refused_writer):
+            each.close()
+
+
 async def test_a_drain_that_takes_too_long_cancels() -> None:
     async with Rig() as rig:
         rig.fake.answer = silent
