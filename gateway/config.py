@@ -13,7 +13,7 @@ from gateway.tools.formats import FORMATS
 from quire import logs
 from quire.addresses import is_local
 from quire.channel import DEFAULT_ADDRESS, Connection
-from quire.settings import ConfigError, check_address, check_choice, check_keys, check_types, is_url, names
+from quire.settings import ConfigError, addresses, check_address, check_choice, check_keys, check_types, is_url, names
 from quire.tls import TlsFiles
 from quire.tries import DEFAULT_RESUME_TIMEOUT_S
 
@@ -132,7 +132,7 @@ class GatewayConfig:
     @property
     def schedulers(self) -> list[str]:
         """The addresses in `scheduler`."""
-        return names(self.scheduler)
+        return addresses(self.scheduler)
 
     @property
     def model_names(self) -> list[str]:
@@ -152,8 +152,8 @@ class GatewayConfig:
     @property
     def must_know_callers(self) -> bool:
         """True if other machines can reach this gateway, so that schedulers have to ask callers for a key."""
-        addresses = [self.listen, *([self.grpc_listen] if self.grpc_listen is not None else [])]
-        return not (self.allow_anonymous or all(map(is_local, addresses)) or self.tls_client_ca is not None)
+        listens = [self.listen, *([self.grpc_listen] if self.grpc_listen is not None else [])]
+        return not (self.allow_anonymous or all(map(is_local, listens)) or self.tls_client_ca is not None)
 
     def connections(self, api_key: str | None, addresses: Sequence[str] | None = None) -> list[Connection]:
         """Returns how to reach each scheduler. `api_key` is that of this gateway. Raises ConfigError.

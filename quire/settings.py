@@ -1,5 +1,6 @@
 """Checks the settings of a service. The functions raise ConfigError, whose message names the field."""
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from types import NoneType
@@ -7,6 +8,8 @@ from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire.addresses import UNIX, is_address
+
+_BETWEEN_ADDRESSES = re.compile(r"[,\s]+(?=unix:|[^,\s/]+:\d+(?:[,\s]|$))")
 
 
 class ConfigError(Exception):
@@ -42,6 +45,11 @@ def check_address(name: str, address: str, expected: str) -> None:
 def names(text: str) -> list[str]:
     """Returns the names in a text, which separates them by commas or spaces."""
     return text.replace(",", " ").split()
+
+
+def addresses(text: str) -> list[str]:
+    """Returns the addresses in a text, which separates them as names. A path can have spaces."""
+    return [each for each in _BETWEEN_ADDRESSES.split(text.strip(", ")) if each]
 
 
 def is_url(text: str) -> bool:

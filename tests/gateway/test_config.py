@@ -51,6 +51,18 @@ def test_lists_of_names() -> None:
     assert [connection.address for connection in config.connections("key")] == config.schedulers
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unix:/my files/a.sock,unix:/my files/b.sock", ["unix:/my files/a.sock", "unix:/my files/b.sock"]),
+        ("unix:/my files/a.sock b:1 [::1]:2", ["unix:/my files/a.sock", "b:1", "[::1]:2"]),
+        ("a:1,, b:2,", ["a:1", "b:2"]),
+    ],
+)
+def test_addresses_of_schedulers_can_be_paths_with_spaces(text: str, expected: list[str]) -> None:
+    assert GatewayConfig(scheduler=text).schedulers == expected
+
+
 def test_callers_must_be_known_where_other_machines_can_call() -> None:
     assert not GatewayConfig().must_know_callers
     assert GatewayConfig(listen="0.0.0.0:8000").must_know_callers
