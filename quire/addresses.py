@@ -19,6 +19,10 @@ FILE = "file:"  # an address that stands in a file, because it changes
 _FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS, _MAX_CANDIDATES = 20_000, 12_000, 16, 1024
 _num_choices = count()
 
+_MAX_SOCKET_PATH = 107
+_NOT_IN_TARGETS = frozenset("%,?#")
+"""Characters of a path that gRPC takes for syntax of a URI: it would call another path."""
+
 
 class AddressError(ValueError):
     """The text is not an address."""
@@ -154,7 +158,15 @@ def _listen_for_a_moment(wanted: HostPort) -> int:
 
 
 def _check_socket_file(path: str) -> None:
-    """Raises OSError if a server answers. A socket file left behind by an earlier server is free."""
+    """Raises OSError if a server answers, or if no client could call one. A file left behind by an earlier server is
+    free.
+    """
+    is_long = len(os.fsencode(path)) > _MAX_SOCKET_PATH
+    if is_long or not _NOT_IN_TARGETS.isdisjoint(path):
+        bound = f"a socket's path has at most {_MAX_SOCKET_PATH} bytes"
+        why = bound if is_long else f"gRPC cannot call a path with one of {' '.join(sorted(_NOT_IN_TARGETS))}"
+        is_private = path.startswith(private_socket("").removeprefix(UNIX).removesuffix(".sock"))
+        raise OSError(f"{why}; set TMPDIR to another directory than {_temporary_directory()}" if is_private else why)
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

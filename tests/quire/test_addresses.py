@@ -95,3 +95,19 @@ def test_the_private_directory_is_the_same_while_the_disk_is_full(
     assert private_socket("x") == f"unix:{tmp_path}/quire-{os.getuid()}/x.sock"
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nothing"))
     assert private_socket("x") == f"unix:/tmp/quire-{os.getuid()}/x.sock"
+
+
+@pytest.mark.parametrize("name", ["per%20cent", "a,b", "a?b", "a#b", "x" * 100])
+def test_a_temporary_directory_that_grpc_cannot_use_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    with pytest.raises(AddressUnusable, match="set TMPDIR to another directory than") as error:
+        check_free(private_socket("executor"))
+    assert str(directory) in str(error.value)
+    monkeypatch.delenv("TMPDIR")
+    with pytest.raises(AddressUnusable) as error:
+        check_free(f"unix:{directory}/executor.sock")
+    assert "TMPDIR" not in str(error.value)
