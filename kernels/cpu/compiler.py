@@ -113,13 +113,14 @@ def _directory() -> Path | None:
     function, not in those of the functions it calls. After a change it saves a new index, and then new code in the
     files of the old; a process that was killed in between would leave the old code under the new index.
     """
-    user = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "quire"
-    for base in [Path(_GIVEN)] if _GIVEN else [Path(__file__).parent / "__pycache__", user]:
-        directory = base / f"{_PREFIX}{_sources_digest(Path(__file__).parent)}"
+    user = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "quire")
+    for each in [Path(_GIVEN)] if _GIVEN else [Path(__file__).parent / "__pycache__", user]:
         try:
+            base = each.expanduser()
+            directory = base / f"{_PREFIX}{_sources_digest(Path(__file__).parent)}"
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "lock").touch()
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: this user has no home directory
             continue
         _remove_unused(base)
         return directory

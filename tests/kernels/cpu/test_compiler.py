@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -194,6 +195,18 @@ def test_a_directory_that_is_named_is_the_only_one(
     assert directory.parent == tmp_path / "given"
     monkeypatch.setattr(compiler, "_GIVEN", str(package / "a.py"))
     assert directory_of_cache() is None
+
+
+def test_a_user_without_a_home_directory_needs_none(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~quire-no-such-user/.cache")
+    assert directory_of_cache() is not None
+    shutil.rmtree(package / "__pycache__")
+    (package / "__pycache__").touch()
+    assert directory_of_cache() is None
+    monkeypatch.setattr(compiler, "_GIVEN", str(tmp_path / "given"))
+    assert directory_of_cache() is not None
 
 
 def test_directories_of_other_sources_are_removed_when_they_are_old(package: Path) -> None:
