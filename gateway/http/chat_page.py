@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from gateway.api.errors import ApiError
-from gateway.http.browsers import UNKNOWN_HOST, is_allowed_host
+from gateway.http.browsers import UNKNOWN_HOST
 from quire.static_files import StaticFile, read_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from quire.allowed_hosts import AllowedHosts
 
 STATIC = Path(__file__).parent / "static"
 _INDEX = "index.html"
@@ -30,7 +30,7 @@ class ChatPage:
     live_page  URL of a scheduler's live page, to which the page has a link; None: there is no link
     """
 
-    def __init__(self, live_page: str | None, allowed_hosts: Collection[str]) -> None:
+    def __init__(self, live_page: str | None, allowed_hosts: AllowedHosts) -> None:
         self._allowed_hosts = allowed_hosts
         self._files = read_files(STATIC)
         link = "" if live_page is None else f'<a id="live-page" href="{html.escape(live_page)}">Live page</a>'
@@ -42,7 +42,7 @@ class ChatPage:
 
     async def _show(self, request: web.Request) -> web.Response:
         """Raises ApiError under a host name at which the API would refuse the page's requests."""
-        if not is_allowed_host(request.host, self._allowed_hosts):
+        if not self._allowed_hosts.allow(request.host):
             raise ApiError(UNKNOWN_HOST, status=403, kind="permission_error", code="permission_denied")
         file = self._files.get(request.match_info.get("name", _INDEX))
         if file is None:

@@ -25,6 +25,7 @@ from gateway.http.pages import Pages
 from gateway.http.served_models import ServedModels
 from gateway.metrics import GatewayMetrics
 from quire.addresses import HostPort, at_port, is_local, listen_error
+from quire.allowed_hosts import AllowedHosts
 from quire.errors import InternalError
 from quire.http_runner import http_runner
 from quire.slow_readers import SlowReaders
@@ -60,6 +61,7 @@ class GatewayServer:
 
     def __init__(self, schedulers: Schedulers, config: GatewayConfig, tls: ssl.SSLContext | None = None) -> None:
         self._config = config
+        self._hosts = AllowedHosts(*config.hosts)
         self._tls = tls
         self.metrics = GatewayMetrics(schedulers)
         bodies = RequestBodies(config.max_body_bytes)
@@ -83,7 +85,7 @@ class GatewayServer:
         self.address = ""
         app = web.Application(middlewares=[self._middleware()])
         self._add_routes(app)
-        ChatPage(config.live_page, config.hosts).add_to(app)
+        ChatPage(config.live_page, self._hosts).add_to(app)
         self._runner = http_runner(app)
 
     def _add_routes(self, app: web.Application) -> None:
@@ -197,7 +199,7 @@ class GatewayServer:
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Raises ApiError, also for unknown paths and for pages of other sites."""
-        if (why := refused_page(request, self._config.hosts)) is not None:
+        if (why := refused_page(request, self._hosts)) is not None:
             raise ApiError(why, status=403, kind="permission_error", code="permission_denied")
         try:
             return await handler(request)

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
+from quire.allowed_hosts import AllowedHosts
 from quire.http_runner import http_runner
 from quire.loop_heartbeat import LoopHeartbeat
 from quire.slow_readers import SlowReaders
@@ -17,7 +18,6 @@ from quire.static_files import HEADERS
 from quire.tls import ssl_context
 from quire.unread_bodies import UnreadBodies
 from scheduler.core import QueueFull
-from scheduler.live.browser_safety import AllowedHosts
 from scheduler.servers.access import Access
 from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, listen
@@ -172,7 +172,8 @@ class HttpServer:
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._has_begun.add(request.transport)
-        if request.path in MACHINES_PATHS or self._hosts.allow(request):
+        host = request.headers.get("Host")
+        if request.path in MACHINES_PATHS or host is None or self._hosts.allow(host):
             refused = await refusal(request, self._access)
             return await handler(request) if refused is None else refused
         text = "this host name is not one of --http-allowed-hosts\n"

@@ -110,7 +110,7 @@ async def test_trace_context_is_passed_on() -> None:
 
 
 async def test_pages_of_other_sites_are_refused() -> None:
-    async with Rig(allowed_hosts="chat.example") as rig:
+    async with Rig(allowed_hosts="Chat.example") as rig:
         own = rig.server.address
         for headers, status in (
             ({"Origin": f"http://{own}"}, 200),
@@ -119,6 +119,8 @@ async def test_pages_of_other_sites_are_refused() -> None:
             ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8000"}, 403),
             ({"Origin": "http://evil.example:8000", "Host": "evil.example:8000"}, 403),
             ({"Origin": "https://chat.example", "Host": "chat.example"}, 200),
+            ({"Origin": "https://chat.example", "Host": "Chat.Example"}, 200),
+            ({"Origin": "https://chat.example.", "Host": "chat.example."}, 200),
             ({"Host": "evil.example:8000"}, 200),  # not a browser
         ):
             assert (await rig.post("/v1/chat/completions", CHAT, **headers))[0] == status, headers
