@@ -1,4 +1,4 @@
-"""The executor process: loads a model, prints `ready`, and serves until SIGTERM or SIGINT.
+"""The executor process: loads a model, prints `ready`, and serves until a signal ends it.
 
 Exit codes: 0 stopped by a signal · 1 the device or a rank is lost or hangs, loading hangs, or a bug · 2 wrong
 configuration or model, or too little memory · 3 an address is in use.
@@ -26,6 +26,7 @@ from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, check_free
 from quire.descriptors import raise_descriptor_limit
 from quire.log_writer import put_line
+from quire.signals import end_signals
 
 EXIT_OK = 0
 EXIT_DEVICE_LOST = 1
@@ -41,7 +42,7 @@ def run(config: ExecutorConfig) -> int:
     logs.configure("executor", config.log_level, config.log_format)
     raise_descriptor_limit()
     try:
-        with _interrupted_by_sigterm():
+        with _interrupted_by_signals():
             ended_well = _load_and_serve(config)
     except KeyboardInterrupt:
         return EXIT_OK
@@ -103,17 +104,21 @@ def _ended_if_silent(timeout_s: float) -> Iterator[Say]:
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does, until the server handles both."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Lets the other signals that end this process raise KeyboardInterrupt, as SIGINT does, until the server handles
+    them.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    others = [number for number in end_signals() if number is not signal.SIGINT]
+    previous = {number: signal.signal(number, interrupt) for number in others}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

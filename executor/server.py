@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
-import signal
 import threading
 import uuid
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 from quire.health_service import HealthService
 from quire.loop_heartbeat import LoopHeartbeat
+from quire.signals import end_signals
 from quire.tls import TlsError, TlsFiles, server_credentials
 
 _log = logging.getLogger(__name__)
@@ -170,10 +170,10 @@ class Server:
 
 
 async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str], None]) -> bool:
-    """Serves until SIGTERM or SIGINT. Returns False if the device was lost or hangs. Raises AddressInUse."""
+    """Serves until a signal ends it. Returns False if the device was lost or hangs. Raises AddressInUse."""
     server = Server(config, model)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         loop.add_signal_handler(number, server.end)
     try:
         address = await server.start()

@@ -36,6 +36,7 @@ from executor.parallel.rendezvous import AddressStore, exchange_over
 from executor.share_loading import Say, load_share
 from kernels.memory import populate
 from quire import logs
+from quire.signals import end_signals
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Loaded:
 
 def main(descriptor: int, settings: dict[str, Any] | None) -> int:
     """Runs the rank until rank 0 ends; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles them; this rank ends when it does
     channel = Channel(socket.socket(fileno=descriptor))
     try:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: GatewayConfig, api_key: str | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal stops it at once. Returns the exit code.
+    """Serves until a signal, then drains; a second one stops it at once. Returns the exit code.
 
     Prints one line on standard output when it listens: `ready openai=…`. Everything else goes to the log, on standard
     error.

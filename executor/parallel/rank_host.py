@@ -24,6 +24,7 @@ from executor.parallel.member import start_worker
 from executor.parallel.rank_config import RankConfig
 from quire import logs
 from quire.log_writer import put_line
+from quire.signals import end_signals
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def run(config: RankConfig) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         codes.put(EXIT_OK)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, stop)
     for _ in range(config.num_ranks):
         threading.Thread(target=_keep, args=(config, key, codes), daemon=True).start()

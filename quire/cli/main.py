@@ -94,7 +94,7 @@ def main() -> None:
 def serve(**values: Any) -> None:
     """Starts all services, keeps them running, and prints `ready …` when a completion can be generated.
 
-    Without --model it serves the embedded checkpoint. SIGTERM or Ctrl-C drains: running requests finish first.
+    Without --model it serves the embedded checkpoint. SIGTERM, SIGHUP or Ctrl-C drains: running requests finish first.
     """
     from quire.cli.serve import serve as run
 

@@ -15,6 +15,7 @@ from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
 from quire.cli.upgrade import Upgrade
 from quire.cli.watch import handshake_probe, health_probe, liveness_probe, replace_when_hung
+from quire.signals import end_signals
 
 PROBE_TIMEOUT_S = 5.0
 Probe: TypeAlias = Callable[[float], Awaitable[bool]]
@@ -28,12 +29,12 @@ _SAME_SIGNAL_S = 0.5
 
 
 async def serve(services: ServicePair | ReplicatedServices, say: Callable[[str], None], log: LogSink) -> int:
-    """Runs all services until SIGTERM or SIGINT; returns the exit code.
+    """Runs all services until SIGTERM, SIGINT or SIGHUP; returns the exit code.
 
-    The first signal drains: running requests finish, new ones are refused. A second signal kills. Until then, a service
-    that ends or hangs is restarted, however often. SIGUSR2 replaces the executor and the scheduler of each replica in
-    turn, and then the gateway, so that they run the version that is installed now. Raises ChildFailed if a service
-    refuses its configuration or finds its address in use before the first `ready`.
+    The first signal drains: running requests finish, new ones are refused. A second signal kills, unless it is SIGHUP.
+    Until then, a service that ends or hangs is restarted, however often. SIGUSR2 replaces the executor and the
+    scheduler of each replica in turn, and then the gateway, so that they run the version that is installed now. Raises
+    ChildFailed if a service refuses its configuration or finds its address in use before the first `ready`.
 
     say  called once with the line `ready …`, as soon as a completion can be generated
     """
@@ -118,13 +119,13 @@ def _signals(told_to_stop: asyncio.Event, supervisor: Supervisor, upgrade: Upgra
     loop = asyncio.get_running_loop()
     first_s = 0.0
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
         nonlocal first_s
         if not told_to_stop.is_set():
             first_s = loop.time()
             told_to_stop.set()
             log("supervisor", "draining; a second signal kills all services")
-        elif loop.time() - first_s > _SAME_SIGNAL_S:
+        elif number is not signal.SIGHUP and loop.time() - first_s > _SAME_SIGNAL_S:
             supervisor.kill()
             log("supervisor", "killing all services")
 
@@ -132,11 +133,12 @@ def _signals(told_to_stop: asyncio.Event, supervisor: Supervisor, upgrade: Upgra
         log("supervisor", "replacing all services, one after the other; a second signal breaks off streams")
         upgrade.ask()
 
-    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGUSR2: on_upgrade}
-    for number, handler in handlers.items():
-        loop.add_signal_handler(number, handler)
+    numbers = end_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGUSR2, on_upgrade)
     try:
         yield
     finally:
-        for number in handlers:
+        for number in (*numbers, signal.SIGUSR2):
             loop.remove_signal_handler(number)

@@ -1,5 +1,6 @@
 """The output of `quire serve`. A thread writes it, so that a stuck reader does not stop the supervisor."""
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -35,7 +36,8 @@ def _json_renderer() -> Callable[[str, str], str]:
 
 
 def _text_renderer(err: TextIO) -> Callable[[str, str], str]:
-    console = Console(file=err, highlight=False)
+    # A console writes to its file even while it captures, and fails when the terminal is closed.
+    console = Console(file=io.StringIO(), force_terminal=Console(file=err).is_terminal, highlight=False)
 
     def render(name: str, line: str) -> str:
         with console.capture() as captured:

@@ -144,7 +144,9 @@ def _up_to(mark: str, text: str) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent; this process ends when its input is closed
+    # Ctrl-C and a terminal that closes end the parent; this process ends when its input is closed.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     settings = read_message()
     if settings is None:
         return

@@ -114,7 +114,9 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent; this process ends when its input is closed
+    # Ctrl-C and a terminal that closes end the parent; this process ends when its input is closed.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # Rust's last words can quote a client's grammar, and this is the scheduler's log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     _, most = resource.getrlimit(resource.RLIMIT_STACK)

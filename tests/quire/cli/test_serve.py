@@ -22,6 +22,16 @@ async def test_ready_is_printed_once_and_a_signal_ends_with_status_0() -> None:
     assert "supervisor: scheduler exited with status 0" in run.logged
 
 
+async def test_a_terminal_that_closes_drains() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    run = Run(SERVING, IDLE)
+    await until(lambda: run.said != [] or run.task.done())
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert await run.task == 0
+    signal.signal(signal.SIGHUP, before)
+    assert "supervisor: draining; a second signal kills all services" in run.logged
+
+
 async def test_a_scheduler_that_fails_decides_the_exit_code() -> None:
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1));"

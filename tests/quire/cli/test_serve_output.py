@@ -98,3 +98,15 @@ def test_each_line_begins_with_the_name_of_its_child() -> None:
 def test_all_lines_are_json_if_the_children_log_as_json() -> None:
     _, err = printed("json", ("executor", '{"event": "loading"}'), ("supervisor", "draining"))
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["loading", "draining"]
+
+
+def test_a_terminal_that_closes_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor logs that it drains, because the terminal has closed."""
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, ours = os.openpty()
+    err = io.TextIOWrapper(io.FileIO(ours, "w"), write_through=True)  # as Python opens standard error
+    with err, lines_to(io.StringIO(), err, "console") as (_, log):
+        log("scheduler", "before")
+        assert b"scheduler | \x1b[0mbefore" in os.read(terminal, 100)
+        os.close(terminal)
+        log("supervisor", "draining")
