@@ -128,6 +128,9 @@ def test_what_the_page_says_lets_others_in_with_a_key_and_over_tls() -> None:
         assert not config.allow_anonymous
     assert scheduler.api_keys is not None
     assert gateway.scheduler_ca is not None, "the scheduler answers over TLS only"
+    assert (gateway.live_page, gateway.hosts) == ("https://HOST:8080", scheduler.allowed_hosts), (
+        "its page links to both"
+    )
     check = Template(str(SERVICES["gateway"]["healthcheck"]["test"])).substitute(SETTINGS | changed)
     assert "https://127.0.0.1:8000/healthz" in check
     override, scrape = map(yaml.safe_load, re.findall(r"^```yaml\n(.+?)^```", section, re.MULTILINE | re.DOTALL))
