@@ -4,8 +4,10 @@ No cluster is needed: this checks what can be checked without one.
 """
 
 import re
+import shutil
 from copy import deepcopy
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -224,6 +226,36 @@ def test_each_hop_agrees_on_names_and_addresses() -> None:
     for path in FOLDER.glob("**/schedulers"):
         addresses = read_addresses(str(path))
         assert addresses == tuple(f"scheduler-{index}.scheduler.quire.svc:50051" for index in range(len(addresses)))
+
+
+def test_the_model_is_where_the_executor_looks_for_it() -> None:
+    text = (FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8")
+    mounts = [each["mountPath"] for each in WORKLOADS["executor"].container["volumeMounts"]]
+    assert all(path in mounts for path in re.findall(r"(?<=\s)/[a-z/]+", text))
+
+
+def test_an_executor_that_crashes_keeps_what_it_has_downloaded() -> None:
+    """The cache of the hub is a volume of the pod, so the group, which has no other pod, must not be recreated."""
+    (group,) = (each["spec"]["leaderWorkerTemplate"] for each in base() if each["kind"] == "LeaderWorkerSet")
+    assert (group["size"], group["restartPolicy"]) == (1, "None")
+    probe = WORKLOADS["executor"].container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 7200, "as docs/scale-out.md says"
+
+
+@pytest.mark.skipif(not HAS_KUBECTL, reason="kubectl is not installed")
+def test_the_volume_of_the_page_replaces_the_cache_of_the_hub(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
+    (patch,) = re.findall(r"^```yaml\n(patches:.+?)^```", page, re.MULTILINE | re.DOTALL)
+    shutil.copytree(FOLDER / "base", tmp_path / "base")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay" / "kustomization.yaml").write_text(f"resources: [../base]\n{patch}")
+    manifests = rendered(str(tmp_path / "overlay"))
+    for manifest in manifests:
+        validate(manifest)
+    (executor,) = (each for each in workloads(manifests) if each.name == "executor")
+    volumes = {each["name"]: each for each in executor.pod["volumes"]}
+    assert volumes["hub"] == {"name": "hub", "persistentVolumeClaim": {"claimName": "your-claim"}}
+    assert volumes.keys() == {each["name"] for each in WORKLOADS["executor"].pod["volumes"]}
 
 
 def _planted(kind: str) -> Manifest:
