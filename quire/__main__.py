@@ -1,5 +1,5 @@
 """Makes `python -m quire` the same command as `quire`."""
 
-from quire.cli.main import main
+from quire.cli.start import main
 
 main()
