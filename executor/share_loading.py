@@ -61,9 +61,8 @@ class Start(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedShare:
-    """The share of a rank. model_config is that of the share, with the whole vocabulary."""
+    """The share of a rank."""
 
-    model_config: ModelConfig
     decoder: Decoder
     backend: kernels.Kernels
     start: Start
@@ -121,7 +120,7 @@ def load_share(
         f"KV pool: {limits.num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
         f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
-    return LoadedShare(own, decoder, backend, start, limits, pool)
+    return LoadedShare(decoder, backend, start, limits, pool)
 
 
 def check_head_dim(config: ExecutorConfig, model: ModelConfig, device: torch.device) -> None:

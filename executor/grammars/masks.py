@@ -1,8 +1,7 @@
 """The masks of the rows of a step. They are computed beside the model, and waited for when they are needed."""
 
-import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,13 +20,12 @@ class GrammarCounts:
     """Counts for the metrics: grammars that were compiled, nanoseconds for which steps waited for masks, and masks for
     which they did not wait.
 
-    num_compiled is changed under the lock, the others by the device thread alone.
+    num_compiled is changed under the cache's lock, the others by the device thread alone.
     """
 
     num_compiled: int = 0
     waited_ns: int = 0
     num_deferred: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True, slots=True)

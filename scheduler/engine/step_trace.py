@@ -79,8 +79,8 @@ class StepTrace:
 class StepTraces:
     """Keeps the last steps, oldest first. A step costs a few microseconds and a few hundred bytes."""
 
-    def __init__(self, max_steps: int = MAX_STEPS) -> None:
-        self._committed: deque[StepTrace] = deque(maxlen=max_steps)
+    def __init__(self) -> None:
+        self._committed: deque[StepTrace] = deque(maxlen=MAX_STEPS)
         self._in_flight: deque[StepTrace] = deque()
 
     def add(self, trace: StepTrace) -> None:

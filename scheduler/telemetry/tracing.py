@@ -44,8 +44,6 @@ except ImportError:
     ) from None
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from opentelemetry import trace as api
 
     from scheduler.telemetry.request_metrics import RequestSummary
@@ -82,8 +80,7 @@ class OtlpTracer:
     OTEL_TRACES_SAMPLER sets the sampler.
     """
 
-    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, endpoint: str) -> None:
         path = urlsplit(endpoint).path
         exporter = OTLPSpanExporter(
             endpoint=endpoint if path.strip("/") else endpoint.rstrip("/") + TRACES_PATH, timeout=DELIVERY_TIMEOUT_S
@@ -94,7 +91,7 @@ class OtlpTracer:
         self._tracer = self._provider.get_tracer("quire", build_version())
 
     def start(self, parent: TraceContext | None, *, is_chat: bool, arrival_s: float) -> OtlpTrace:
-        epoch_ns = time.time_ns() - round(self._clock() * 1e9)
+        epoch_ns = time.time_ns() - round(time.monotonic() * 1e9)
         operation = "chat" if is_chat else "text_completion"
         span = self._tracer.start_span(
             operation,

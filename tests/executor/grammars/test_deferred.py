@@ -13,12 +13,11 @@ from executor.grammars import grammar_cache, slot_grammar
 from executor.grammars.followed import FollowedGrammar, follow
 from executor.plans.plan import EndReason, Fork
 from tests.support.executor.letters import EOS
-from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints
+from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints, run_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from executor.device.runner import ModelRunner
 
 GRAMMAR = LLMatcher.grammar_from_regex("(ab|c)(a|bb){3,9}c?")
 Found = dict[int, list[tuple[int, float]]]
@@ -48,13 +47,6 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
-
-
-def run_alone(runner: ModelRunner, prompt: list[int], **params: object) -> DrivenSequence:
-    driver = PlanDriver(runner)
-    sequence = driver.admit(prompt, 40, **params)
-    driver.run()
-    return sequence
 
 
 def admit_again(driver: PlanDriver, sequence: DrivenSequence) -> DrivenSequence:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,12 +11,9 @@ from llguidance import LLMatcher
 
 from executor.grammars.followed import follow
 from executor.grammars.turn import Busy
-from executor.plans.plan import EndReason, Fork, StepOutput, StepPlan
+from executor.plans.plan import EndReason, StepOutput
 from tests.support.executor.letters import EOS, OTHER_EOS, TEXTS, text_of
-from tests.support.executor.plan_driver import DrivenSequence, PlanDriver, ints, tuples
-
-if TYPE_CHECKING:
-    from executor.device.runner import ModelRunner
+from tests.support.executor.plan_driver import PlanDriver, ints, run_alone
 
 PATTERN = "(ab|c)(a|bb){3,9}c?"
 EOS_IDS = ints(EOS)
@@ -27,13 +23,6 @@ PENALISED = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "num_logprobs"
 
 def following(pattern: str = PATTERN, **params: object) -> dict[str, object]:
     return {"grammar": LLMatcher.grammar_from_regex(pattern), "eos_token_ids": EOS_IDS, **params}
-
-
-def run_alone(runner: ModelRunner, prompt: list[int], **params: object) -> DrivenSequence:
-    driver = PlanDriver(runner)
-    sequence = driver.admit(prompt, 40, **params)
-    driver.run()
-    return sequence
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED, PENALISED, SAMPLED | PENALISED], ids=str)
@@ -135,15 +124,7 @@ def test_samples_equal_sequences_with_their_seeds(runner, lettered) -> None:
     alone = [run_alone(runner, prompt, seed=seed, **params).output for seed in range(4)]
     driver = PlanDriver(runner)
     parent = driver.admit(prompt, 40, seed=0, **params)
-    driver.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in (3, 1, 2)))
-    sequences = sorted(driver.sequences, key=lambda sequence: sequence.slot)
-    copies, updates = [], []
-    for child in sequences[1:]:
-        for index, block in enumerate(child.block_table):
-            copies.append((block, driver.free_blocks.pop(0)))
-            child.block_table[index] = copies[-1][1]
-            updates.append((child.slot, index, copies[-1][1]))
-    driver.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
+    sequences = driver.fork(parent, seeds=(3, 1, 2))
     driver.run()
     assert [sequence.output for sequence in sequences] == alone
     assert len({tuple(output) for output in alone}) > 1

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from executor.plans.plan import Fork, SequenceParams, StepPlan
+from executor.plans.plan import SequenceParams
 from executor.sampling import sampler
 from executor.sampling.sampler import sample
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.sampling_table import SamplingTable
 from tests.support.executor import oracle
 from tests.support.executor.draws import draw, expected_probabilities
-from tests.support.executor.plan_driver import PlanDriver, ints, tuples
+from tests.support.executor.plan_driver import PlanDriver, ints
 
 VOCAB_SIZE, NUM_TOKENS = 307, 14
 
@@ -140,15 +140,7 @@ def test_forked_children_count_their_own_tokens(source, runner) -> None:
         alone.append(sequence.output)
     driver = PlanDriver(runner)
     parent = driver.admit(prompt, 9, seed=0, **params)
-    driver.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in (3, 1, 2)))
-    sequences = sorted(driver.sequences, key=lambda sequence: sequence.slot)
-    copies, updates = [], []
-    for child in sequences[1:]:
-        for index, block in enumerate(child.block_table):
-            copies.append((block, driver.free_blocks.pop(0)))
-            child.block_table[index] = copies[-1][1]
-            updates.append((child.slot, index, copies[-1][1]))
-    driver.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
+    sequences = driver.fork(parent, seeds=(3, 1, 2))
     driver.run()
     assert [sequence.output for sequence in sequences] == alone
     assert len({tuple(output) for output in alone}) == 4

@@ -10,7 +10,7 @@ import pytest
 from quire import AsyncClient, BlockState, ChatMessage, UnavailableError
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.waiting import until
-from tests.support.live.chromium import browser, needs_chromium, page, playwright_api, stack
+from tests.support.live.chromium import browser, endlessly, needs_chromium, page, playwright_api, stack
 
 __all__ = ["browser", "page", "stack"]
 
@@ -79,13 +79,6 @@ async def test_the_prompt_box_streams(page: "playwright_api.Page") -> None:
     assert len(outputs) == 2
     assert all(text.startswith("Once upon a time") and len(text) > 40 for text in outputs)
     await expect(page.locator("#prompt-send")).to_be_enabled()
-
-
-async def endlessly(route: "playwright_api.Route") -> None:
-    """Makes a completion continue after EOS."""
-    sent = route.request.post_data_json
-    sent["stopping"]["ignore_eos"] = True
-    await route.continue_(post_data=json.dumps(sent))
 
 
 async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.Page") -> None:

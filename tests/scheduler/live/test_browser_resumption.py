@@ -1,24 +1,16 @@
 """The prompt box continues its stream in a real Chromium when the scheduler dies."""
 
-import json
 import signal
 
 import pytest
 
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.waiting import until
-from tests.support.live.chromium import browser, needs_chromium, playwright_api, stack
+from tests.support.live.chromium import browser, endlessly, needs_chromium, playwright_api, stack
 
 __all__ = ["browser", "stack"]
 
 pytestmark = needs_chromium
-
-
-async def endlessly(route: "playwright_api.Route") -> None:
-    """Makes a completion continue after EOS."""
-    sent = route.request.post_data_json
-    sent["stopping"]["ignore_eos"] = True
-    await route.continue_(post_data=json.dumps(sent))
 
 
 async def generate(page: "playwright_api.Page", num_tokens: int) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from tests.support.scheduler.small_tokenizers import CHAT_TEMPLATE
 
 CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello")]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
-
-MakeRenderer = Callable[..., ChatRenderer]
 
 
 async def render(template: str, messages: list[ChatMessage] = CHAT, **limits: float) -> str:

@@ -21,7 +21,6 @@ class Sequence:
     blocks: list[int]
     num_computed_tokens: int
     row_count: int = 0
-    is_shared: bool = False
     has_ended: bool = False
 
     @property

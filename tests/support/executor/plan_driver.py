@@ -151,6 +151,22 @@ class PlanDriver:
         self._commit(output, forks)
         return output
 
+    def fork(self, parent: DrivenSequence, *, seeds: tuple[int, ...]) -> list[DrivenSequence]:
+        """Forks a sequence, copies the blocks of its children in the next step, and returns all sequences by slot.
+
+        seeds: those of the children, and their slots
+        """
+        self.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in seeds))
+        sequences = sorted(self.sequences, key=lambda sequence: sequence.slot)
+        copies, updates = [], []
+        for child in (each for each in sequences if each is not parent):
+            for index, block in enumerate(child.block_table):
+                copies.append((block, self.free_blocks.pop(0)))
+                child.block_table[index] = copies[-1][1]
+                updates.append((child.slot, index, copies[-1][1]))
+        self.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
+        return sequences
+
     def add_beam(self, sequence: DrivenSequence) -> DrivenSequence:
         """Returns a new sequence for a branch of a beam, without tokens yet."""
         beam = replace(sequence, slot=self.free_slots.pop(0), tokens=[], block_table=[], row_count=0)
@@ -221,6 +237,14 @@ def generate(
     sequences = [driver.admit(prompt, num_tokens, max_chunk=max_chunk) for prompt in prompts]
     driver.run()
     return [sequence.output for sequence in sequences]
+
+
+def run_alone(runner: ModelRunner, prompt: list[int], **params: object) -> DrivenSequence:
+    """Returns a sequence of up to 40 tokens that has run without others."""
+    driver = PlanDriver(runner)
+    sequence = driver.admit(prompt, 40, **params)
+    driver.run()
+    return sequence
 
 
 class LogitsRecorder:

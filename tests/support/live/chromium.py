@@ -1,5 +1,6 @@
 """A real Chromium with the live page of a server; importing the fixtures makes them available."""
 
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 
@@ -49,3 +50,10 @@ async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator
     await page.close()
     # Chromium itself reports the status 400 of a refused prompt.
     assert [complaint for complaint in complaints if "400 (Bad Request)" not in complaint] == []
+
+
+async def endlessly(route: "playwright_api.Route") -> None:
+    """Makes a completion continue after EOS."""
+    sent = route.request.post_data_json
+    sent["stopping"]["ignore_eos"] = True
+    await route.continue_(post_data=json.dumps(sent))

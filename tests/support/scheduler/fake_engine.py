@@ -107,7 +107,6 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.lateness: Exception | None = None
         self.checked_deadlines: list[tuple[str, float | None, float]] = []
-        self.num_cancels = 0
         self.trouble = ""
         self.traces: tuple[()] = ()
         self.withdrawals = Withdrawals()
@@ -158,7 +157,6 @@ class FakeEngine:
         self._arrived.put_nowait(submitted)
 
     def cancel(self, request_id: int) -> None:
-        self.num_cancels += 1
         submitted = self.submitted.get(request_id)
         if submitted is not None and submitted.is_open:
             submitted.was_cancelled = True

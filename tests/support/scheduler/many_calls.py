@@ -109,12 +109,12 @@ async def many_call(generation: GenerationStub, metadata: Any = ()) -> AsyncIter
 class DirectCall(Received):
     """A call without gRPC. `is_slow` keeps the write in progress until it is false."""
 
-    def __init__(self, intake: Intake, reader_timeout_s: float = 60.0, max_streams: int = 8192) -> None:
+    def __init__(self, intake: Intake) -> None:
         super().__init__()
         self._requests: asyncio.Queue[pb.GenerateManyRequest | None] = asyncio.Queue()
         self.is_slow = False
         opener = StreamOpener(intake, Access(), read_fields, ANONYMOUS, "test")
-        self.streams = ManyStreams(opener, LoopShare(), reader_timeout_s, max_streams)
+        self.streams = ManyStreams(opener, LoopShare(), 60.0, 8192)
         self.task = asyncio.create_task(self.streams.serve(self._arriving(), self._write))
 
     def open(self, stream_id: int, request: pb.GenerateRequest, **opening: Any) -> None:
@@ -131,11 +131,6 @@ class DirectCall(Received):
 
     def act(self, stream_id: int, **action: Any) -> None:
         self._requests.put_nowait(pb.GenerateManyRequest(stream_id=stream_id, **action))
-
-    async def acted(self) -> None:
-        """Returns when the server has read all requests."""
-        await until(self._requests.empty)
-        await asyncio.sleep(0)
 
     async def finish(self) -> None:
         """Sends no more requests, and waits for the end of the call."""
