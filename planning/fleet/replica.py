@@ -11,16 +11,16 @@ from scheduler.core.inspect.core_load import core_load
 
 
 class Replica:
-    """One replica. A new life starts with an empty cache and counts its events and requests from 1 again.
+    """One replica. A new incarnation starts with an empty cache and counts its events and requests from 1 again.
 
     server        None while the replica is dead
-    num_requests  requests that it has received in all its lives
+    num_requests  requests that it has received in all its incarnations
     busy_s        time in which its executor computed
     """
 
     def __init__(self, name: str, server: Server, cost: CostModel, num_routers: int, *, has_shared_prefixes: bool):
         self.name = name
-        self.life = 0
+        self.incarnation = 0
         self.server: VirtualServer | None = None
         self.num_requests = 0
         self.busy_s = 0.0
@@ -32,11 +32,11 @@ class Replica:
 
     @property
     def counters(self) -> list[Counters]:
-        """The totals of the core in each life."""
+        """The totals of the core in each incarnation."""
         return [*self._ended, *([self.server.scheduler.state.counters] if self.server else [])]
 
     def start(self, now_s: float, observer: Observer) -> None:
-        self.life += 1
+        self.incarnation += 1
         self.server = VirtualServer(
             self._parameters, self._cost, observer, has_shared_prefixes=self._has_shared_prefixes
         )
@@ -85,4 +85,6 @@ class Replica:
         self, first_number: int, published: list[int], forgotten: list[int], *, is_snapshot: bool = False
     ) -> Report:
         received = tuple(self._num_received)
-        return Report(self.name, self.life, self.load(), received, first_number, published, forgotten, is_snapshot)
+        return Report(
+            self.name, self.incarnation, self.load(), received, first_number, published, forgotten, is_snapshot
+        )

@@ -9,7 +9,7 @@ from gateway.routing.load import ReplicaLoad
 class Report:
     """A report of a replica.
 
-    life           number of its start; a report of an earlier life is worthless
+    incarnation    number of its start; a report of an earlier incarnation is ignored
     load           its load
     num_received   number of requests that it has received, by router
     first_number   number of the first event; published and forgotten digests have consecutive numbers
@@ -17,7 +17,7 @@ class Report:
     """
 
     replica: str
-    life: int
+    incarnation: int
     load: ReplicaLoad
     num_received: tuple[int, ...]
     first_number: int

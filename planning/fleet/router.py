@@ -6,7 +6,7 @@ from gateway.routing.choice import Choice, Prompt, num_uncached_tokens
 from gateway.routing.replicas import Replicas
 from planning.fleet.report import Report
 
-_NO_LIFE = 0
+_NO_INCARNATION = 0
 
 
 class Router:
@@ -20,26 +20,26 @@ class Router:
         self.num_gaps = 0
         self._choice = choice
         self._ask = ask
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         self._asked: set[str] = set()
         for name in names:
             self.replicas.add(name)
 
-    def connected(self, name: str, life: int) -> None:
+    def connected(self, name: str, incarnation: int) -> None:
         """Called when a replica has started."""
-        self._lives[name] = life
+        self._incarnations[name] = incarnation
         self.replicas.set_ready(name, True)
 
     def disconnected(self, name: str) -> None:
-        """Called when a replica has died. Its reports that are still on their way are worthless."""
-        self._lives[name] = _NO_LIFE
+        """Called when a replica has died. Its reports that are still on their way are ignored."""
+        self._incarnations[name] = _NO_INCARNATION
         self._asked.discard(name)
         self.replicas.set_ready(name, False)
         self.replicas[name].reset()
 
     def receive(self, report: Report) -> None:
         name = report.replica
-        if report.life != self._lives[name]:
+        if report.incarnation != self._incarnations[name]:
             return
         view = self.replicas[name].view
         if report.is_snapshot:

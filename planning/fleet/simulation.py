@@ -165,18 +165,18 @@ class FleetSimulation:
     def _start(self, replica: Replica) -> None:
         replica.start(self.now_s, _ReplicaObserver(self, replica))
         for router in self._routers:
-            router.connected(replica.name, replica.life)
+            router.connected(replica.name, replica.incarnation)
         self._report(replica)
-        self._at(self.now_s + self._fleet.failures.time_to_next_s(), partial(self._kill, replica, replica.life))
+        self._at(self.now_s + self._fleet.failures.time_to_next_s(), partial(self._kill, replica, replica.incarnation))
         if self._network.loses:
-            self._report_later(replica, replica.life)
+            self._report_later(replica, replica.incarnation)
         homeless, self._homeless = self._homeless, []
         for request in homeless:
             self._send(request)
 
-    def _kill(self, replica: Replica, life: int | None = None) -> None:
-        """Ends a life of a replica, or the current one. Its streams resume elsewhere with what they have received."""
-        if replica.server is None or life not in (None, replica.life):
+    def _kill(self, replica: Replica, incarnation: int | None = None) -> None:
+        """Ends this or the current incarnation of a replica. Its streams resume elsewhere with what they received."""
+        if replica.server is None or incarnation not in (None, replica.incarnation):
             return
         self.records.num_deaths += 1
         requests = replica.server.scheduler.state.requests
@@ -211,11 +211,11 @@ class FleetSimulation:
         sent_s = max(self.now_s, replica.server.now_s)  # a leap may have taken the replica ahead of the clock
         self._network.broadcast(replica.report(), self._routers, sent_s)
 
-    def _report_later(self, replica: Replica, life: int) -> None:
+    def _report_later(self, replica: Replica, incarnation: int) -> None:
         def report(_: float) -> None:
-            if replica.life == life and replica.server is not None:
+            if replica.incarnation == incarnation and replica.server is not None:
                 self._report(replica)
-                self._report_later(replica, life)
+                self._report_later(replica, incarnation)
 
         self._network.at(self.now_s + _REPORT_INTERVAL_S, report)
 

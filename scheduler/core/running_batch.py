@@ -58,10 +58,10 @@ class RunningBatch:
         heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
 
-    def replace(self, sequence: Sequence, heir: Sequence) -> None:
-        """Replaces a sequence by the heir that has taken over its slot."""
+    def replace(self, sequence: Sequence, successor: Sequence) -> None:
+        """Replaces a sequence by the successor that has taken over its slot."""
         del self.running[sequence]
-        self.running[heir] = None
+        self.running[successor] = None
 
     def vacate(self, sequence: Sequence) -> int:
         """Removes a sequence but keeps its slot held; the next plan retires it. Returns the slot."""

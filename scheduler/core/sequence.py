@@ -174,15 +174,15 @@ class Sequence:
         self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
         self.loss_mark = len(self.token_ids)
 
-    def heir(self) -> "Sequence":
+    def successor(self) -> "Sequence":
         """Returns a waiting sequence that goes on from the tokens of this one, which ends."""
-        heir = copy(self)
-        heir.token_ids, heir.digests = self.token_ids.copy(), self.digests.copy()
-        heir.num_deferrals = self.num_deferrals + 1 if len(self.token_ids) == self.num_given_tokens else 1
-        heir.num_given_tokens = len(self.token_ids)
-        heir.state = State.WAITING
-        heir.forget_kv()
-        return heir
+        successor = copy(self)
+        successor.token_ids, successor.digests = self.token_ids.copy(), self.digests.copy()
+        successor.num_deferrals = self.num_deferrals + 1 if len(self.token_ids) == self.num_given_tokens else 1
+        successor.num_given_tokens = len(self.token_ids)
+        successor.state = State.WAITING
+        successor.forget_kv()
+        return successor
 
     def __repr__(self) -> str:
         return f"<sequence {self.request.request_id}.{self.index} {self.state.value}>"

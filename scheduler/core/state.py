@@ -154,16 +154,16 @@ class SchedulerState:
     def defer(self, sequence: Sequence) -> None:
         """Takes a sequence out of the batch for whose next token the executor did not wait.
 
-        It ends, so that plans in flight do not matter to it, and an heir with its tokens returns to the queue after a
-        pause, which doubles each time in a row.
+        It ends, so that plans in flight do not matter to it, and a successor with its tokens returns to the queue
+        after a pause, which doubles each time in a row.
         """
-        heir = sequence.heir()
-        heir.queued_s = self.now_s
-        heir.resume_s = self.now_s + pause_s(heir.num_deferrals)
+        successor = sequence.successor()
+        successor.queued_s = self.now_s
+        successor.resume_s = self.now_s + pause_s(successor.num_deferrals)
         siblings = self.active(sequence).sequences
-        siblings[siblings.index(sequence)] = heir
+        siblings[siblings.index(sequence)] = successor
         self.finish(sequence)
-        self.waiting.pause(heir)
+        self.waiting.pause(successor)
         self.counters.num_deferrals += 1
 
     def defer_beams(self, group: BeamGroup) -> None:

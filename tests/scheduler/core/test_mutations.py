@@ -236,14 +236,14 @@ def admit_deferred_sequences_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_tokens_of_deferred_sequences(patch: pytest.MonkeyPatch) -> None:
-    heir = Sequence.heir
+    successor = Sequence.successor
 
     def mutant(sequence: Sequence) -> Sequence:
-        new = heir(sequence)
+        new = successor(sequence)
         del new.token_ids[new.num_prompt_tokens :]
         return new
 
-    patch.setattr(Sequence, "heir", mutant)
+    patch.setattr(Sequence, "successor", mutant)
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
