@@ -17,7 +17,7 @@ serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another
 # The suite starts hundreds of processes. If Python is told to write no bytecode, each of them compiles our modules.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(INSTALLED)  ## the test suite, without what is exhaustive
+test: $(INSTALLED)  ## the test suite, without what is exhaustive: 8 to 25 minutes on two cores
 	$(BIN)/pytest -n 5 --dist worksteal -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)

@@ -48,7 +48,7 @@ class Metrics(Collector):
     ) -> None:
         """Starts without samples of steps. `address` is the configured address to listen on.
 
-        grammars: counts that the room of grammars goes on counting; None: there are no grammars.
+        grammars: counts that executor/grammars updates; None: there are no grammars.
         busy_since_s: returns since when a step has been under way (time.monotonic); None: none is.
         """
         self.registry = CollectorRegistry()

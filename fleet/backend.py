@@ -1,4 +1,4 @@
-"""The five verbs of a backend."""
+"""The operations of a backend."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,13 +7,13 @@ from fleet.parts import Part, PartStatus
 
 
 class BackendError(Exception):
-    """A verb has failed. The controller tries again: the next comparison asks for it again."""
+    """An operation has failed. The controller tries again: the next comparison asks for it again."""
 
 
 class Backend(Protocol):
-    """Runs the parts of one fleet. No verb waits for a part: `watch` shows later what has become of it.
+    """Runs the parts of one fleet. No operation waits for a part: `watch` shows later what has become of it.
 
-    An incarnation that is not there any more is ignored. All verbs raise BackendError.
+    An incarnation that is not there any more is ignored. All operations raise BackendError.
     """
 
     def start(self, part: Part, peers: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ class Backend(Protocol):
         """Makes an incarnation end: when its streams have ended, or at once, so that they continue elsewhere."""
 
     def kill(self, part: Part, incarnation: str) -> None:
-        """Ends all processes of an incarnation at once, and gives its place free when they are gone."""
+        """Ends all processes of an incarnation at once, and releases its place when they are gone."""
 
     def log_tail(self, part: Part) -> str:
         """Returns the end of the log of the last incarnation, for people."""

@@ -1,4 +1,4 @@
-"""Asks a part on this machine whether it lives, and a scheduler whether it serves and what waits in it."""
+"""Asks a part on this machine whether it is alive, and a scheduler whether it serves and what waits in it."""
 
 import socket
 import ssl
@@ -45,7 +45,7 @@ class Liveness:
 def answers(address: str, timeout_s: float = TIMEOUT_S) -> bool:
     """Returns whether a server answers GET /healthz with 200 in time, or where it wants TLS, a handshake.
 
-    A server that closes the connection lives, too: it has as many connections as it may have.
+    A server that closes the connection is alive: it has as many connections as it may have.
     """
     try:
         target = HostPort.parse(address)

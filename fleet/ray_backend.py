@@ -156,7 +156,7 @@ class RayBackend:
             self.kill(status.part, actor.name)
 
     def _end(self, actor: _Actor, state: State) -> None:
-        """Ends the actor, and then gives its place free."""
+        """Ends the actor, and then releases its place."""
         self._actors.pop(actor.name, None)
         self._gone[actor.status.part] = replace(actor.status, state=state)
         with suppress(RayError, ValueError):

@@ -27,8 +27,8 @@ class GatewayConfig:
 
     scheduler                  address of a scheduler: host:port, or unix:path. Several serve the same model: separate
                                them by commas, or repeat the flag
-    schedulers_file            file with these addresses, one on each line, instead of `scheduler`. Changes count within
-                               a second; streams of a scheduler that is gone from the file continue
+    schedulers_file            file with these addresses, one on each line, instead of `scheduler`. Changes take
+                               effect within a second; streams of a scheduler that is gone from the file continue
     listen                     host:port of the HTTP server. Port 0: any free one
     grpc_listen                address of a gRPC server, host:port or unix:path: clients of quire.v1 call it as
                                they call a scheduler, to generate and to tokenize; None: no such address
@@ -61,7 +61,7 @@ class GatewayConfig:
                                turns. More are refused, except of tenants with less than an equal part of these
     max_wait_s                 time for which such a request waits before it is refused
     stalled_reader_timeout_s   a client that reads nothing for this time, while output waits for it, is dropped
-    resume_timeout_s           time for which a stream is tried to continue after its scheduler was lost
+    resume_timeout_s           time for which the gateway tries to continue a stream after its scheduler was lost
     drain_timeout_s            time that open requests get to end after SIGTERM
     log_level                  "debug", "info", "warning", "error"
     log_format                 "console": for people; "json": one JSON object on each line

@@ -4,6 +4,8 @@ with quire.Client() as client:
     for event in client.generate("Once upon a time", max_tokens=64):
         if isinstance(event, quire.Delta):
             print(event.text, end="", flush=True)
+
+The folder also has what the services share, such as logs, addresses and TLS, the generated stubs, and the command line.
 """
 
 from quire.async_client import AsyncClient, AsyncEventStream

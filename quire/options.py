@@ -20,7 +20,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature         divides the logits before a token is drawn; 0: greedy
     top_p               draw from the most probable tokens that have this probability together, in (0, 1]
     top_k               draw from this many most probable tokens; 0: all
-    min_p               draw from tokens at least this times as probable as the most probable one, in [0, 1]
+    min_p               drop tokens less probable than this fraction of the most probable one, in [0, 1]
     seed                same seed, same tokens
     n                   sequences sampled from the prompt, or beams shown
     beam_width          search for the most probable text with this many beams
@@ -31,7 +31,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty    subtracted once from the logit of each token that was generated
     logit_bias          added to a token's logit
     allowed_token_ids   generate no other tokens
-    logprobs            show log-probabilities, and those of this many other tokens
+    logprobs            show the log-probability of each token and of this many most probable ones
     prompt_logprobs     the same for the prompt's tokens
     token_bytes         name the bytes of the tokens with log-probabilities
     special_tokens      write the names of special tokens into the text

@@ -69,7 +69,7 @@ def channel_credentials(tls: TlsFiles | str | None) -> grpc.ChannelCredentials:
     """Returns the credentials of a gRPC channel. They do not follow the files: make them for each new channel.
 
     tls  with a client certificate, TlsFiles; without one, the path of the authorities' file; None: the authorities
-         that gRPC brings along
+         bundled with gRPC
 
     Raises TlsError.
     """

@@ -39,7 +39,8 @@ class SchedulerConfig:
                                user only, which `quire kv` and `quire drain` find by the port of `listen`
     local_listen               unix:path of a further gRPC server, for a gateway of this user on this machine. It needs
                                neither a key nor TLS; its clients need what they need elsewhere; None: no such address
-    api_keys                   file of keys (`quire keys`), which callers have to send; changes count within a second
+    api_keys                   file of keys (`quire keys`), which callers have to send; changes take effect within a
+                               second
     jwt_keys                   file or https URL of the JWKS whose signatures on tokens count. Needs the extra `jwt`
     jwt_issuer                 issuer of the tokens (`iss`)
     jwt_audience               audience of the tokens (`aud`)

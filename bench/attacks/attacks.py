@@ -60,7 +60,7 @@ async def _reset_streams(target: Target) -> None:
 
 
 async def endless_samples(target: Target) -> None:
-    """Holds every seat with 64 samples that never end, and keeps 2,000 plain requests in the queue."""
+    """Holds every slot with 64 samples that never end, and keeps 2,000 plain requests in the queue."""
 
     async def samples() -> None:
         async with target.client() as client:

@@ -1,4 +1,4 @@
-"""The seam through which the ranks of a group meet in the middle of a step."""
+"""The collectives that ranks call within a step."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -7,6 +7,6 @@
     choice.py       the interface of a choice, and the four choices: round robin, least loaded, ring, cost
     fair_line.py    the requests that wait while all replicas are full, in fair order by tenant
 
-A router keeps no truth: everything here is rebuilt from what replicas report. So any number of routers can work side
-by side, and the simulator (planning/) uses the same code.
+A router has no state of its own: everything here is rebuilt from what replicas report. So any number of
+routers can work side by side, and the simulator (planning/) uses the same code.
 """

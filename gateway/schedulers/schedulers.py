@@ -57,7 +57,7 @@ class PromptReader(Protocol):
 class Schedulers:
     """Opens streams. All schedulers must serve the same model.
 
-    resume_timeout_s  time for which a stream that broke off is tried to continue
+    resume_timeout_s  time for which the gateway tries to continue a stream that broke off
     policy            one of `gateway.routing.choice.POLICIES`
     max_waiting       requests that wait while all schedulers are full, if there are several
     max_wait_s        time for which a request waits at most

@@ -68,7 +68,7 @@ def liveness_probe(http_address: str) -> Callable[[float], Awaitable[bool]]:
         try:
             writer.write(f"GET /healthz HTTP/1.1\r\nHost: {target}\r\nConnection: close\r\n\r\n".encode())
             line = await reader.readline()
-            return not line or b" 200 " in line  # a server that closes connections beyond its limit lives, too
+            return not line or b" 200 " in line  # a server that closes connections beyond its limit is alive
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""Counts by tenant, with a bounded number of labels: the tenants with the most tokens of late, and `other`.
+"""Counts by tenant, with a bounded number of labels: the tenants with the most recent tokens, and `other`.
 
 The labels are given again at intervals, by weights that decay. No series ever decreases:
 
