@@ -164,9 +164,9 @@ def _open(path: Path) -> _OpenFile:
     return opened
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def torch_dtype(name: str) -> torch.dtype:
