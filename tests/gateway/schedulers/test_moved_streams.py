@@ -16,7 +16,7 @@ from gateway.schedulers.stream import Caller
 from quire.errors import DeadlineExceededError
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2 as replica_pb
-from tests.gateway.schedulers.test_reports import ReportRig, load
+from tests.gateway.schedulers.test_reports import ReportRig, load, snapshot
 from tests.gateway.schedulers.test_waiting import Bounded
 from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, started
 from tests.support.gateway.rig import Rig, content
@@ -125,6 +125,10 @@ async def test_a_scheduler_that_has_left_can_still_give_its_streams_away() -> No
         async with Following(rig) as following:
             streaming, first, (second,) = await rig.begun(400)
             await following.remove(first)
+            replicas = rig.schedulers._replicas
+            rig.report(first, snapshot("abcd", 50))  # it says that it serves, and is not chosen all the same
+            await until(lambda: len(replicas[first.address].view) == 4)
+            assert list(replicas.ready()) == [second.address]
             rig.report(first, DRAINS)
             assert content(await streaming) == "".join(f"w{i} " for i in range(400))
             assert len(second.opened) == 1
