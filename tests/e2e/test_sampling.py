@@ -113,7 +113,8 @@ async def test_logprobs_equal_transformers_with_prefix_hits_chunks_and_preemptio
     options: dict[str, Any] = {"prompt_logprobs": 2, "logprobs": 2, "max_tokens": 30, "ignore_eos": True}
     async with small_pool.client() as client:
         completions = [await client.complete(prompt, **options, temperature=0)]  # publishes the blocks of the prompt
-        completions += await asyncio.gather(*(client.complete(prompt, **options, seed=seed, n=2) for seed in range(6)))
+        # The samples of one request run at the same time, and 11 of them need more blocks than there are.
+        completions += await asyncio.gather(*(client.complete(prompt, **options, seed=n, n=n) for n in (1, 11)))
         assert (await client.pool_summary()).num_preemptions > 0
     for completion in completions:
         for sequence in completion.sequences:

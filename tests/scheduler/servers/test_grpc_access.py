@@ -256,8 +256,12 @@ async def test_each_admin_call_leaves_a_line(
             await admin.Resume(admin_pb2.ResumeRequest(), metadata=metadata)
             with pytest.raises(grpc.aio.AioRpcError):
                 await admin.GetBlockMap(admin_pb2.GetBlockMapRequest(), metadata=metadata)
-    lines = [vars(record) for record in caplog.records if record.name == "scheduler.audit"]
-    assert [(line["caller"], line["tenant"], line["call"], line["result"]) for line in lines] == [
+
+        def lines() -> list[dict[str, Any]]:
+            return [vars(record) for record in caplog.records if record.name == "scheduler.audit"]
+
+        await until(lambda: len(lines()) == 2)  # the line follows the answer
+    assert [(line["caller"], line["tenant"], line["call"], line["result"]) for line in lines()] == [
         ("the-admin", "tenant-of-admin", "Resume", "OK"),
         ("the-admin", "tenant-of-admin", "GetBlockMap", "UNAVAILABLE"),
     ]

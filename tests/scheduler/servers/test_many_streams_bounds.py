@@ -29,6 +29,7 @@ async def test_a_paused_stream_collects_and_holds_up_no_other(servers: Servers) 
         paused, other = await opened(served, call, 1), await opened(served, call, 2)
         await until(lambda: len(call.messages) == 2)
         await call.pause(1)
+        await opened(served, call, 3)  # messages are read in order, so the pause was read
         other.emit([70])
         await until(lambda: token_ids(call.messages[2]) == [70])
         for _ in range(100):
