@@ -17,25 +17,19 @@ def blind_scheduler() -> None:
     from scheduler.live.plan_log import PlanLog
     from scheduler.requests import intake
     from scheduler.telemetry.metrics import SchedulerMetrics
+    from scheduler.telemetry.request_metrics import RequestMetrics
+    from scheduler.telemetry.request_observer import ObservedRequest, RequestObserver
 
-    class BlindObserver:
-        """Observes a request without a log line, a trace or an exemplar."""
+    class BlindRequest(RequestMetrics):
+        """A request whose events are not measured."""
 
         num_tokens = 0
+        has_ended = True
 
-        def __init__(self, metrics: SchedulerMetrics, tracer: object = None) -> None:
-            self.exemplar: dict[str, str] = {}
+        def __init__(self) -> None:
+            self.exemplar = {}
 
-        def arrived(self, caller: object, *, request_id: object, is_chat: bool) -> "BlindObserver":
-            return self
-
-        def refused(self, code: str) -> None:
-            pass
-
-        def admitted(self, facts: object) -> "BlindObserver":
-            return self
-
-        def queued(self, request: object) -> None:
+        def admitted(self) -> None:
             pass
 
         def started(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
@@ -49,6 +43,25 @@ def blind_scheduler() -> None:
 
         def ended(self, reason: object) -> None:
             pass
+
+    class BlindObservation(ObservedRequest):
+        """A request without a log line, a trace or an exemplar."""
+
+        def __init__(self, arrival_s: float) -> None:
+            self.arrival_s = arrival_s
+
+        def refused(self, code: str) -> None:
+            pass
+
+        def admitted(self, facts: object) -> RequestMetrics:
+            return BlindRequest()
+
+        def queued(self, request: object) -> None:
+            pass
+
+    class BlindObserver(RequestObserver):
+        def arrived(self, caller: object, *, request_id: object, is_chat: bool) -> ObservedRequest:
+            return BlindObservation(self.metrics.clock())
 
     class BlindMetrics(SchedulerMetrics):
         def planned(self, plan: object, duration_s: float) -> None:

@@ -21,7 +21,7 @@ from tests.support.e2e.waiting import until
 async def generated(stack: Stack, *, is_disturbed: bool = False) -> tuple[bytes, str]:
     """Returns what `quire generate` prints, and its notes. A disturbed run loses its scheduler after some text."""
     words = [sys.executable, "-m", "quire", "generate", "--address", stack.grpc, "--n", "2", "--seed", "5"]
-    words += ["--max-tokens", "300", "--ignore-eos", "--logprobs", "1", "--stats", "Once upon a time"]
+    words += ["--max-tokens", "1000", "--ignore-eos", "--logprobs", "1", "--stats", "Once upon a time"]
     process = await asyncio.create_subprocess_exec(*words, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -35,10 +35,9 @@ async def generated(stack: Stack, *, is_disturbed: bool = False) -> tuple[bytes,
 
 async def test_generate_prints_the_same_text_when_the_scheduler_is_killed() -> None:
     async with Stack() as stack:
-        await generated(stack)  # afterwards the prompt is in the prefix cache
         text, notes = await generated(stack)
         assert "broke off" not in notes
-        assert len(text) > 1000
+        assert len(text) > 3000  # the scheduler is killed long before its last tokens
         same_text, other_notes = await generated(stack, is_disturbed=True)
     assert same_text == text
     lines = other_notes.splitlines()
