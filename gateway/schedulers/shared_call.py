@@ -95,6 +95,12 @@ class SharedCall:
                 pass
         except grpc.RpcError as error:
             raise error_of_own_call(error) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # grpc.aio cancels the call itself if the connection breaks while it ends the requests.
+            raise UnavailableError("stream removed: the connection was lost") from None
 
     def open(self, opening: pb.OpenStream, receiver: Receiver) -> int:
         """Sends a request, and returns the number of its stream. Raises LimitExceededError for one that is too long."""
