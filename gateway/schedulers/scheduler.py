@@ -146,16 +146,17 @@ class Scheduler:
         A scheduler that does not answer is not ready, and neither is one that refuses this gateway.
         """
         try:
+            if self._refuses or not self.call.is_open:
+                await self.call.check(POLL_TIMEOUT_S)
+                self._refuses = False
             try:
+                # The state comes last: a report that arrives during the check would be newer.
                 info = await self._get_info(pb.GetServerInfoRequest(), **self._poll_arguments)
             except grpc.RpcError as error:
                 raise error_of_own_call(error) from None
-            if self._refuses or not self.call.is_open:
-                await self.call.check(POLL_TIMEOUT_S)
         except QuireError as error:
             self._failed(error)
         else:
-            self._refuses = False
             self._heard(info)
 
     async def _unary(self, method: Any, request: Any, authorization: str | None) -> Any:

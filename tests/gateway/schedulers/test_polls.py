@@ -10,6 +10,9 @@ import pytest
 from gateway.schedulers import scheduler as scheduler_module
 from gateway.schedulers.shared_call import SharedCall
 from quire.errors import UnavailableError
+from quire.v1 import generation_pb2 as pb
+from quire.v1 import replica_pb2 as replica_pb
+from tests.gateway.schedulers.test_reports import ReportRig, load
 from tests.support.gateway.rig import Rig
 from tests.support.waiting import until
 
@@ -63,3 +66,29 @@ async def test_a_scheduler_that_dies_during_a_poll_is_asked_again(monkeypatch: p
         scheduler.call._method = breaks_once
         await until(lambda: num_broken and not scheduler.is_ready)
         await until(lambda: scheduler.is_ready)
+
+
+async def test_a_report_that_comes_during_a_check_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ReportRig(2) as rig:
+        await rig.watched()
+        scheduler, fake = rig.schedulers.all[0], rig.fakes[0]
+        check, checking, go_on, has_checked = scheduler.call.check, *(asyncio.Event() for _ in range(3))
+
+        async def slow(timeout_s: float) -> None:
+            checking.set()
+            await go_on.wait()
+            await check(timeout_s)
+            has_checked.set()
+
+        monkeypatch.setattr(scheduler.call, "check", slow)
+        await checking.wait()
+        fake.state = pb.SERVER_STATE_DRAINING
+        rig.report(fake, replica_pb.WatchResponse(load=load(state=fake.state)))
+        await until(lambda: not scheduler.is_ready)
+        states: list[bool] = []
+        monkeypatch.setattr(scheduler, "_on_ready", lambda: states.append(scheduler.is_ready))
+        go_on.set()
+        await has_checked.wait()
+        has_checked.clear()
+        await has_checked.wait()  # of the next poll: the first one has ended
+        assert not states
