@@ -147,7 +147,8 @@ class GatewayServer:
     def _close_idle(self) -> None:
         """Closes connections that wait for a further request. aiohttp does this only when it closes all."""
         for connection in self._runner.server.connections if self._runner.server is not None else ():
-            if connection._waiter is not None and connection not in self._silent:
+            waiter = connection._waiter  # it is done if a request has just arrived
+            if waiter is not None and not waiter.done() and connection not in self._silent:
                 connection.force_close()
 
     def _protocol(self, server: web.Server) -> asyncio.Protocol:

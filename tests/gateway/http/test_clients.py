@@ -280,6 +280,22 @@ async def test_draining_closes_connections_so_that_clients_go_to_another_gateway
             each.close()
 
 
+async def test_a_request_that_arrives_just_before_a_drain_is_answered() -> None:
+    async with Rig() as rig:
+        reader, writer = await raw(rig, "GET /healthz HTTP/1.1\nHost: x")
+        assert b" 200 " in await reader.readuntil(b"ok\n")
+        runner = rig.server._runner.server
+        assert runner is not None
+        (connection,) = runner.connections
+        await until(lambda: connection._waiter is not None)
+        with rig.server.generation.requests.counted():  # the drain waits for this request
+            stopping = asyncio.create_task(rig.server.stop(20))  # begins before the task of the connection is woken
+            connection.data_received(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await asyncio.wait_for(reader.read(), 20)
+        assert await stopping is True
+        writer.close()
+
+
 async def test_a_drain_that_takes_too_long_cancels() -> None:
     async with Rig() as rig:
         rig.fake.answer = silent
