@@ -1,6 +1,7 @@
 """Checks the settings of a service. The functions raise ConfigError, whose message names the field."""
 
 import re
+import string
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from types import NoneType
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 
 from quire.addresses import UNIX, is_address
 
+_AROUND_ADDRESSES = "," + string.whitespace
 _BETWEEN_ADDRESSES = re.compile(r"[,\s]+(?=unix:|[^,\s/]+:\d+(?:[,\s]|$))")
 
 
@@ -49,7 +51,7 @@ def names(text: str) -> list[str]:
 
 def addresses(text: str) -> list[str]:
     """Returns the addresses in a text, which separates them as names. A path can have spaces."""
-    return [each for each in _BETWEEN_ADDRESSES.split(text.strip(", ")) if each]
+    return [each for each in _BETWEEN_ADDRESSES.split(text.strip(_AROUND_ADDRESSES)) if each]
 
 
 def is_url(text: str) -> bool:

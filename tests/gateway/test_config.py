@@ -57,6 +57,7 @@ def test_lists_of_names() -> None:
         ("unix:/my files/a.sock,unix:/my files/b.sock", ["unix:/my files/a.sock", "unix:/my files/b.sock"]),
         ("unix:/my files/a.sock b:1 [::1]:2", ["unix:/my files/a.sock", "b:1", "[::1]:2"]),
         ("a:1,, b:2,", ["a:1", "b:2"]),
+        ("\na:1\nunix:/b.sock\t\n", ["a:1", "unix:/b.sock"]),  # as a file or a ConfigMap ends
     ],
 )
 def test_addresses_of_schedulers_can_be_paths_with_spaces(text: str, expected: list[str]) -> None:
