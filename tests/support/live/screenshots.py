@@ -41,17 +41,15 @@ async def keep_busy(client: AsyncClient, number: int) -> None:
             )  # fmt: skip
 
 
-async def take(browser: Browser, address: str, kind: str, scheme: str) -> None:
+async def take(browser: Browser, address: str, kind: str) -> None:
     """Saves one screenshot, with a completion in the prompt box."""
     width, height = SIZES[kind]
-    page = await browser.new_page(
-        viewport={"width": width, "height": height}, color_scheme="dark" if scheme == "dark" else "light"
-    )
+    page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
     await page.goto(f"http://{address}/")
     await page.fill("[data-field='stopping.max_tokens']", "400")
     await page.click("#prompt-send")
     await asyncio.sleep(SECONDS_TO_FILL)
-    await page.screenshot(path=DIRECTORY / f"live-{kind}-{scheme}.png")
+    await page.screenshot(path=DIRECTORY / f"live-{kind}-light.png")
     await page.close()
 
 
@@ -60,9 +58,8 @@ async def main() -> None:
     async with Stack(num_blocks=NUM_BLOCKS) as stack, stack.client() as client, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         clients = [asyncio.create_task(keep_busy(client, number)) for number in range(NUM_CLIENTS)]
-        for scheme in ("light", "dark"):
-            for kind in SIZES:
-                await take(browser, stack.http, kind, scheme)
+        for kind in SIZES:
+            await take(browser, stack.http, kind)
         for task in clients:
             task.cancel()
         await browser.close()
