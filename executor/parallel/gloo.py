@@ -24,10 +24,7 @@ dist: Any = distributed  # few of its functions have type annotations
 
 
 class GlooCommunicator:
-    """Implements `executor.models.communicator.Communicator`.
-
-    num_collectives and num_bytes count the collectives, and the bytes of tensors that this rank has sent.
-    """
+    """Implements `executor.models.communicator.Communicator`."""
 
     def __init__(self, share: Share, store: AddressStore, vocab_size: int, timeout_s: float, host: str) -> None:
         """Waits until all ranks have called this. Raises RankLost, and the errors of the store's exchange.
@@ -35,7 +32,6 @@ class GlooCommunicator:
         host  the address of this machine, at which the other ranks reach this one
         """
         self.share = share
-        self.num_collectives = self.num_bytes = 0
         self._vocab = [Span.part(vocab_size, rank, share.size) for rank in range(share.size)]
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
@@ -54,7 +50,6 @@ class GlooCommunicator:
         if not len(partial):
             return
         parts = partial.new_empty((self.share.size, *partial.shape))
-        self._count(partial, num_receivers=self.share.size - 1)
         self._met(lambda: self._group.allgather([list(parts.unbind())], [partial.contiguous()]).wait())
         add_in_order(parts.unbind(), partial)
 
@@ -64,17 +59,12 @@ class GlooCommunicator:
             return
         width = max(map(len, self._vocab))
         padded = own if own.shape[1] == width else torch.nn.functional.pad(own, (0, width - own.shape[1]))
-        self._count(padded, num_receivers=1 if logits is None else 0)
         parts = padded.new_empty((0 if logits is None else self.share.size, *padded.shape))
         targets = [] if logits is None else [list(parts.unbind())]
         self._met(lambda: self._group.gather(targets, [padded.contiguous()], self._to_leader).wait())
         for part, span in zip(parts, self._vocab, strict=False):
             if logits is not None:
                 logits[:, span.start : span.stop] = part[:, : len(span)]
-
-    def _count(self, sent: Tensor, num_receivers: int) -> None:
-        self.num_collectives += 1
-        self.num_bytes += num_receivers * sent.nbytes
 
     def _met(self, meet: Callable[[], R]) -> R:
         """Returns the result of a collective. Raises RankLost if another rank has ended, or is late."""
