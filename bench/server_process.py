@@ -2,23 +2,19 @@
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import quire
 from bench.command_line import BenchError
+from quire.command import lifeline
 from quire.errors import QuireError
 
 LogSink = Callable[[str], None]
 
-# Runs the child through this script, so that the kernel kills the child when this process dies.
-_LIFELINE = Path(quire.__file__).with_name("lifeline.py")
 ON_FREE_PORTS = (
     *(
         word
@@ -67,7 +63,7 @@ async def child_process(
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), sys.executable, "-m", *arguments,
+        *lifeline(), sys.executable, "-m", *arguments,
         stdout=pipe, stderr=pipe, limit=_MAX_LINE_BYTES, start_new_session=True,
     )  # fmt: skip
     last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import quire
+from quire.command import lifeline
 
-_LIFELINE = str(Path(quire.__file__).with_name("lifeline.py"))
 _MAX_TAIL_BYTES = 4096
 
 
@@ -111,7 +109,7 @@ class PartProcesses:
             self._write_peers(record.peers)
         else:
             self.peers_file.unlink(missing_ok=True)
-        behind = (sys.executable, "-I", "-S", _LIFELINE, str(os.getpid())) if dies_with_parent else ()
+        behind = lifeline() if dies_with_parent else ()
         with open(self.folder / "out", "wb") as out, open(self.folder / "log", "wb") as log:
             try:
                 self._process = subprocess.Popen(

@@ -1,7 +1,10 @@
-"""The command that runs this Quire in another process."""
+"""The commands that run this Quire in another process."""
 
 import os
 import sys
+from pathlib import Path
+
+_LIFELINE = str(Path(__file__).with_name("lifeline.py"))
 
 
 def interpreter() -> tuple[str, ...]:
@@ -22,3 +25,8 @@ def interpreter() -> tuple[str, ...]:
 def quire_command() -> tuple[str, ...]:
     """Returns the command to which the name of a subcommand and its flags are added."""
     return (*interpreter(), "-m", "quire")
+
+
+def lifeline() -> tuple[str, ...]:
+    """Returns the beginning of a command whose process the kernel kills when the thread that starts it ends."""
+    return (sys.executable, "-I", "-S", _LIFELINE, str(os.getpid()))

@@ -1,23 +1,18 @@
 """One of the other ranks, as rank 0 sees it: a child process, or a rank of another machine that has joined."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-import quire
 from executor.parallel.channel import Channel, ChannelClosed, FrameKind
-from quire.command import interpreter
+from quire.command import interpreter, lifeline
 
-_LIFELINE = Path(quire.__file__).with_name("lifeline.py")
 _MODULE = "executor.worker"
 
 _REASON_S = 2.0
@@ -103,10 +98,9 @@ def start_worker(end: socket.socket, settings: dict[str, Any] | None = None) -> 
 
     settings: those of a rank of another machine than rank 0, see `executor.worker`
     """
-    lifeline = [sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid())]
     own_settings = [] if settings is None else [json.dumps(settings)]
     return subprocess.Popen(
-        [*lifeline, *interpreter(), "-m", _MODULE, str(end.fileno()), *own_settings],
+        [*lifeline(), *interpreter(), "-m", _MODULE, str(end.fileno()), *own_settings],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # where this process prints `ready`
         pass_fds=[end.fileno()],

@@ -7,18 +7,17 @@ leads its own session, so a Ctrl-C in the terminal does not reach it.
 import asyncio
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
+
+from quire.command import lifeline
 
 _ENVIRONMENT = {"GRPC_VERBOSITY": "ERROR"}
 """Otherwise gRPC writes a line for each failed handshake. It reads this variable when it is imported."""
 
-_LIFELINE = str(Path(__file__).parents[1] / "lifeline.py")
 _MAX_LINE_BYTES = 1 << 16
 
 LogSink: TypeAlias = Callable[[str, str], None]
@@ -117,11 +116,7 @@ class Child:
         self._process = None
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                _LIFELINE,
-                str(os.getpid()),
+                *lifeline(),
                 *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

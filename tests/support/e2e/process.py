@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -13,10 +12,10 @@ from typing import IO
 
 import psutil
 
+from quire.command import lifeline
 from tests.support.e2e.waiting import WAIT_S
 from tests.support.paths import ROOT
 
-_LIFELINE = ROOT / "quire" / "lifeline.py"
 _MARK = "TESTED_PROCESS"
 
 
@@ -37,7 +36,7 @@ class Process:
         self.lines: list[tuple[str, str]] = []
         self._has_news = threading.Condition()
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), *command],
+            [*lifeline(), *command],
             cwd=ROOT,
             env=os.environ | {_MARK: self._mark},
             stdin=subprocess.DEVNULL,
