@@ -121,7 +121,7 @@ def score_few(
             target = at_index(builder, scores, turn.index, LANES * num_groups * 4)
             for (group, row), total in held.items():
                 place = after(builder, target, row * SCORE_STRIDE * 4 + group * LANES * 4)
-                emit_store(builder, total.load(), place, FLOAT32)
+                emit_store(builder, total.load(), place)
         return context.get_dummy_value()
 
     return types.none(head_dim, storage, num_rows, *[types.int64] * 4), generate
@@ -186,7 +186,7 @@ def weigh_few(
                         held[row, part].end_block()
         for (row, part), total in held.items():
             place = after(builder, sums, (row * padded_size(dim) + part * LANES) * 4)
-            emit_store(builder, total.load(), place, FLOAT32)
+            emit_store(builder, total.load(), place)
         return context.get_dummy_value()
 
     return types.none(head_dim, storage, num_rows, *[types.int64] * 5), generate

@@ -190,11 +190,9 @@ def emit_round(builder: Builder, value: Value, storage: int) -> Value:
     return builder.trunc(builder.lshr(chosen, constant(_I32, 16, lanes)), shaped(_I16, lanes))
 
 
-def emit_store(builder: Builder, value: Value, address: Value, storage: int) -> None:
-    """Stores float32 numbers, rounded to the storage."""
-    rounded = emit_round(builder, value, storage)
-    pointer = builder.inttoptr(address, rounded.type.as_pointer())
-    builder.store(rounded, pointer, align=storage_bytes(storage))
+def emit_store(builder: Builder, value: Value, address: Value) -> None:
+    """Stores float32 numbers. The address needs only the alignment of one number."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=storage_bytes(FLOAT32))
 
 
 def emit_splat(builder: Builder, number: Value, lanes: int) -> Value:

@@ -199,7 +199,7 @@ def multiply_rows(
                     total = held[row, part]
                     builder.store(emit_sum(builder, numbers, weights[part], builder.load(total)), total)
         for at in places:
-            emit_store(builder, builder.load(held[at]), addresses[at], FLOAT32)
+            emit_store(builder, builder.load(held[at]), addresses[at])
         return context.get_dummy_value()
 
     return signature, generate

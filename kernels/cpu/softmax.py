@@ -138,7 +138,7 @@ def soften_row(
             weight = seen(_emit_powers(builder, power, kind), zero)
             builder.store(builder.fadd(builder.load(total), weight), total)
             if kind == FLOAT32:
-                emit_store(builder, weight, at_index(builder, scores, index, 4), FLOAT32)
+                emit_store(builder, weight, at_index(builder, scores, index, 4))
             else:
                 packed = emit_round_pairs(builder, *halves_of(builder, weight))
                 pointer = builder.inttoptr(at_index(builder, scores, index, 2), packed.type.as_pointer())
