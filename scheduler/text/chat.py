@@ -13,7 +13,6 @@ from scheduler.core.errors import InvalidRequest
 from scheduler.text.chat_messages import Chat
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.control_tokens import ControlToken
-from scheduler.text.turns import Turns
 from scheduler.text.workers import NUM_TRIES, WorkerPool
 
 NUM_WORKERS = 2
@@ -72,8 +71,7 @@ class ChatRenderer:
             "max_render_s": self._limits.max_render_s,
             "max_memory_bytes": self._limits.max_memory_bytes,
         }
-        turns = Turns.of_texts(NUM_WORKERS, spares_slots=True)
-        self._workers = WorkerPool("chat_worker", settings, turns, NUM_WORKERS)
+        self._workers = WorkerPool("chat_worker", settings, NUM_WORKERS)
 
     async def start(self) -> None:
         """Starts a process, so that the first chat does not wait for it (0.2 s)."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from scheduler.text.turns import Turns
 from scheduler.text.workers import NUM_TRIES, Answer, WorkerPool
 
 NUM_WORKERS = 3
@@ -99,8 +98,7 @@ class GrammarCompiler:
             "max_s": self._limits.max_s,
             "max_memory_bytes": self._limits.max_memory_bytes,
         }
-        turns = Turns.of_texts(NUM_WORKERS, spares_slots=True)
-        self._workers = WorkerPool("grammar_worker", settings, turns, NUM_WORKERS)
+        self._workers = WorkerPool("grammar_worker", settings, NUM_WORKERS)
         self._cache = GrammarCache(self._limits.max_cache_bytes)
         self._running: dict[bytes, asyncio.Task[CompiledGrammar]] = {}
 

@@ -54,11 +54,10 @@ class WorkerPool:
 
     module    the name of a module in this folder, with a function `main`
     settings  the first message that each process receives
-    turns     the order of the tasks, with as many slots as there are processes
     """
 
-    def __init__(self, module: str, settings: dict[str, Any], turns: Turns, num_workers: int) -> None:
-        self._turns = turns
+    def __init__(self, module: str, settings: dict[str, Any], num_workers: int) -> None:
+        self._turns = Turns.of_texts(num_workers, spares_slots=True)
         self._slots = [_WorkerSlot(module, settings) for _ in range(num_workers)]
         self._free_slots = list(reversed(self._slots))
 
