@@ -102,11 +102,9 @@ class RequestPlaces:
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
         max_reads: int | None = None,
         max_reads_of_a_tenant: int | None = None,
     ) -> None:
-        self._clock = clock
         self._max_reads = max_reads or MAX_READS
         self._max_reads_of_a_tenant = max_reads_of_a_tenant or MAX_READS_OF_A_TENANT
         self._reads: dict[_Read, None] = {}  # in the order in which they began
@@ -222,7 +220,7 @@ class RequestPlaces:
         if not self._queues:
             return
         least, _ = min(map(self._load, self._queues))
-        late_s = self._clock() - GIVE_WAY_S
+        late_s = time.monotonic() - GIVE_WAY_S
         late = [read for read in self._reads if read.began_s <= late_s and not (read.has_arrived or read.is_late)]
         if late:
             heaviest = max(late, key=lambda read: self._load(read.key))  # the oldest of equal ones
@@ -236,7 +234,7 @@ class RequestPlaces:
         return self._num_reads[key[0]], self._num_reads[key]
 
     def _enter(self, key: Key) -> _Read:
-        read = _Read(key, self._clock())
+        read = _Read(key, time.monotonic())
         self._reads[read] = None
         _add(self._num_reads, key[0], 1)
         _add(self._num_reads, key, 1)
