@@ -19,6 +19,7 @@ from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from quire.garbage import drop_frames
+from quire.status_details import TRAILER
 from quire.unexpected import unexpected
 from scheduler.core import (
     CapacityExceeded,
@@ -35,7 +36,6 @@ _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
-DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 512
 MAX_RETRY_S = 86_400.0
 """Longest time after which a client is told to try again."""
@@ -130,7 +130,7 @@ def status_of(error: BaseException) -> RpcStatus:
     if not details:
         return RpcStatus(code, message, ())
     status = Status(code=code.value[0], message=message, details=details)
-    return RpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+    return RpcStatus(code, message, ((TRAILER, status.SerializeToString()),))
 
 
 async def abort(context: Context, error: BaseException) -> NoReturn:

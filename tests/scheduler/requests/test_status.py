@@ -11,6 +11,7 @@ from google.rpc.status_pb2 import Status
 
 from quire.errors import QueueFullError
 from quire.status import from_status
+from quire.status_details import TRAILER
 from scheduler import core
 from scheduler.core import (
     CapacityExceeded,
@@ -20,13 +21,13 @@ from scheduler.core import (
     TenantLimitReached,
 )
 from scheduler.requests import status
-from scheduler.requests.status import DETAILS_KEY, code_of, status_of
+from scheduler.requests.status import code_of, status_of
 
 
 def details_of(error: Exception) -> Status:
     found = status_of(error)
     ((key, value),) = found.trailers
-    assert key == DETAILS_KEY
+    assert key == TRAILER
     details = Status.FromString(value)
     assert details.code == found.code.value[0]
     assert details.message == found.message
