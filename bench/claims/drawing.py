@@ -19,11 +19,12 @@ from bench.claims.claim import Plot
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#3d84c6", "#e08b2c", "#2f9e74", "#d24b5e", "#8f6fc4", "#8b929c"
 MODE_COLOURS = {"continuous": BLUE, "dynamic": ORANGE, "static": RED}
 MEMORY_COLOURS = {
-    "paged": BLUE,
     "contiguous": RED,
     "contiguous-power-of-two": ORANGE,
     "contiguous-exact": PURPLE,
+    "paged": BLUE,
 }
+MEMORY_NAMES = tuple(MEMORY_COLOURS)
 KIND_COLOURS = {"used": BLUE, "reserved": ORANGE, "internal": RED, "external": GREY}
 
 INK = "#1f2328"

@@ -3,11 +3,10 @@
 from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
-from bench.claims.drawing import MEMORY_COLOURS
+from bench.claims.drawing import MEMORY_COLOURS, MEMORY_NAMES
 from bench.claims.served import Served, num_equal, run_load, trace_for, warm_up, with_services
 from quire.async_client import AsyncClient
 
-MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")
 _BLOCK_SIZE = 16
 _MODEL_LENGTHS_IN_POOL = 6  # number of longest requests that the pool holds
 _MIN_RATIO = 2.5

@@ -7,11 +7,10 @@ from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_core
-from bench.claims.drawing import INK, KIND_COLOURS, percent_axis
+from bench.claims.drawing import INK, KIND_COLOURS, MEMORY_NAMES, percent_axis
 from planning.lengths import SHAREGPT
 from scheduler.core import Scheduler, kv_usage
 
-MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")
 KINDS = ("used", "reserved", "internal", "external")
 # Kwon et al., figure 2: share of the KV memory that holds tokens, for three ways in which Orca reserves, and for vLLM.
 PAPER_USED = {
