@@ -107,7 +107,6 @@ class LiveFeed:
         self._last_fingerprint: tuple[object, ...] = ()
         self._last_planned_ns = 0  # when the newest step was planned whose duration was sent
         self._key_event: bytes | None = None
-        self.num_frames = 0
 
     @contextmanager
     def viewer(self) -> Iterator[Viewer]:
@@ -166,7 +165,6 @@ class LiveFeed:
         if frame.get("is_key"):
             frame["rows"] = [[slot, key, num_tokens] for slot, (key, num_tokens) in self._plans.rows.items()]
             frame.pop("steps", None)
-        self.num_frames += 1
         event = encode_event(frame)
         for viewer in self._viewers:
             viewer.offer(event)
