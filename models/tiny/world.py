@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pronouns:
-    """The forms of one pronoun: `she` walks, we see `her`, it is `her` hat, she hurt `herself`."""
+    """The forms of one pronoun: `she` walks, we see `her`, it is `her` hat."""
 
     subject: str
     object: str
     possessive: str
-    reflexive: str
 
 
-SHE = Pronouns("she", "her", "her", "herself")
-HE = Pronouns("he", "him", "his", "himself")
+SHE = Pronouns("she", "her", "her")
+HE = Pronouns("he", "him", "his")
 
 
 @dataclass(frozen=True, slots=True)
