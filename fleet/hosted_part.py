@@ -12,9 +12,7 @@ from fleet.probes import Liveness, LoadProbe
 from fleet.processes import PartProcesses, Record
 from fleet.settings import FleetSettings
 from quire.addresses import UNIX, AddressInUse, AddressUnusable, HostPort, with_port
-from quire.command import quire_command
-
-API_KEY = "QUIRE_API_KEY"
+from quire.command import API_KEY, quire_command
 
 
 class HostedPart:

@@ -1,8 +1,11 @@
-"""The commands that run this Quire in another process."""
+"""The commands that run this Quire in another process, and the variable that they read."""
 
 import os
 import sys
 from pathlib import Path
+
+API_KEY = "QUIRE_API_KEY"
+"""The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
 
 _LIFELINE = str(Path(__file__).with_name("lifeline.py"))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from bench.attacks.attacks import ATTACKS, run
 from bench.attacks.target import Target
 from bench.command_line import Parser
+from quire.command import API_KEY
 from quire.descriptors import raise_descriptor_limit
 
 _LOWEST_PRIORITY = 19
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     take_lowest_priority()
     raise_descriptor_limit()
-    target = Target(given.grpc, given.http, os.environ.get("QUIRE_API_KEY"))
+    target = Target(given.grpc, given.http, os.environ.get(API_KEY))
     print("ready", flush=True)
     asyncio.run(run(given.attack, target, given.duration_s))
 

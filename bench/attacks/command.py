@@ -32,6 +32,7 @@ from bench.report import save
 from bench.server_process import child_process, quire_server
 from bench.step_traces import StepRecorder
 from quire.async_client import AsyncClient
+from quire.command import API_KEY
 
 _MIB = 1 << 20
 _RSS_INTERVAL_S = 0.1
@@ -81,7 +82,7 @@ async def measure(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
         key = make_key("victim", path, "generate", "observe")
-        os.environ["QUIRE_API_KEY"] = make_key("attacker", path, "generate", "observe")  # `attacker` reads it
+        os.environ[API_KEY] = make_key("attacker", path, "generate", "observe")  # `attacker` reads it
         for attack in attacks:
             async with quire_server(["--api-keys", str(path), *flags]) as server:
                 async with AsyncClient(server.addresses["grpc"], api_key=key, resume_timeout_s=0) as client:

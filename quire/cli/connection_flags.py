@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from quire.channel import DEFAULT_ADDRESS
-from quire.cli.services import API_KEY
 from quire.client import Client
+from quire.command import API_KEY
 from quire.settings import ConfigError
 from quire.tls import TlsFiles
 

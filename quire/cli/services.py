@@ -1,4 +1,4 @@
-"""The two services as processes: their configurations from one command line, and the commands that run them."""
+"""The services as processes: their configurations from one command line, and the commands that run them."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from quire.addresses import (
 )
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
-from quire.command import quire_command
+from quire.command import API_KEY, quire_command
 from quire.garbage import without_collections
 from quire.settings import ConfigError
 from scheduler.config import SchedulerConfig
@@ -29,8 +29,6 @@ EXECUTOR_ADDRESS = ("executor", "listen_address")
 EXECUTOR_HOP = {"tls_certificate", "tls_key", "tls_client_ca", "scheduler_name"}
 SCHEDULER_HOP = {"executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name", "takeover"}
 GATEWAY_HOP = {"local_listen", "move_streams"}
-API_KEY = "QUIRE_API_KEY"
-"""The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
 
 GATEWAY_OWN = (
     *("served_model_name", "tool_format", "max_body_bytes", "max_connections", "max_requests"),
