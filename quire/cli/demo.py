@@ -20,11 +20,10 @@ from quire.cli import exit_codes
 from quire.cli.block_map_view import RequestColours
 from quire.cli.demo_scenes import SCENES, Scene
 from quire.cli.demo_view import Reading, Readings, live_view, print_frame, print_texts
-from quire.cli.serve import PROBE_TIMEOUT_S
 from quire.cli.service_flags import DEMO_DEFAULTS
 from quire.cli.services import ServicePair, service_pair
 from quire.cli.supervisor import Supervisor
-from quire.cli.watch import health_probe
+from quire.cli.watch import PROBE_TIMEOUT_S, health_probe
 from quire.errors import QuireError
 from quire.events import Delta, Finished, Started
 

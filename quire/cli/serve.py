@@ -2,9 +2,9 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from gateway.config import GatewayConfig
 from quire.cli import exit_codes
@@ -14,11 +14,9 @@ from quire.cli.restarts import RestartPolicy
 from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
 from quire.cli.upgrade import Upgrade
-from quire.cli.watch import handshake_probe, health_probe, liveness_probe, replace_when_hung
+from quire.cli.watch import PROBE_TIMEOUT_S, Probe, handshake_probe, health_probe, liveness_probe, replace_when_hung
 from quire.signals import end_signals
 
-PROBE_TIMEOUT_S = 5.0
-Probe: TypeAlias = Callable[[float], Awaitable[bool]]
 _SCHEDULER_SILENT_S = 20.0
 """The liveness of scheduler and gateway does not depend on their work, so they are killed sooner than an executor."""
 

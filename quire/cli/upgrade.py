@@ -1,12 +1,12 @@
 """Replaces the services one after the other, so that they run the version that is installed now."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from quire.cli.supervisor import Supervisor
+from quire.cli.watch import PROBE_TIMEOUT_S, Probe
 
-_PROBE_TIMEOUT_S = 5.0
 _INTERVAL_S = 0.1
 
 
@@ -25,7 +25,7 @@ class Upgrade:
         else:
             self._supervisor.hurry(self._ending)
 
-    async def run(self, groups: Sequence[Mapping[str, Callable[[float], Awaitable[bool]]]]) -> NoReturn:
+    async def run(self, groups: Sequence[Mapping[str, Probe]]) -> NoReturn:
         """Waits until it is asked, and then replaces the children in the order of `groups`. Never returns.
 
         groups  tells of each child whether it serves: the next group is replaced when all children of the one before
@@ -37,11 +37,11 @@ class Upgrade:
             for probes in groups:
                 await self._replace(probes)
 
-    async def _replace(self, probes: Mapping[str, Callable[[float], Awaitable[bool]]]) -> None:
+    async def _replace(self, probes: Mapping[str, Probe]) -> None:
         for name in probes:
             self._ending = name
             await self._supervisor.replace(name)
             self._ending = None
         for is_serving in probes.values():
-            while not await is_serving(_PROBE_TIMEOUT_S):  # noqa: ASYNC110 - another process sets no event here
+            while not await is_serving(PROBE_TIMEOUT_S):  # noqa: ASYNC110 - another process sets no event here
                 await asyncio.sleep(_INTERVAL_S)

@@ -5,7 +5,7 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,6 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.addresses import HostPort
 from quire.channel import CHANNEL_OPTIONS
 from quire.cli.supervisor import Supervisor
+
+Probe: TypeAlias = Callable[[float], Awaitable[bool]]
+"""Says whether a child serves, or is alive. Called with the maximum time for the answer, in seconds."""
+
+PROBE_TIMEOUT_S = 5.0
 
 _NUM_CHECKS = 4
 """Number of consecutive checks that must fail, spread over timeout_s.
@@ -25,7 +30,7 @@ suspended.
 async def replace_when_hung(
     supervisor: Supervisor,
     name: str,
-    is_serving: Callable[[float], Awaitable[bool]],
+    is_serving: Probe,
     timeout_s: float,
     load_timeout_s: float,
 ) -> NoReturn:
@@ -33,8 +38,6 @@ async def replace_when_hung(
 
     A process that has neither said `ready` nor passed a check may be loading a model. It is killed if it prints no line
     for load_timeout_s.
-
-    is_serving  called with the maximum time for the answer, in seconds
     """
     loop, interval_s = asyncio.get_running_loop(), timeout_s / _NUM_CHECKS
     num_load_checks = max(_NUM_CHECKS, math.ceil(load_timeout_s / interval_s))
@@ -56,7 +59,7 @@ async def replace_when_hung(
         await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
 
 
-def liveness_probe(http_address: str) -> Callable[[float], Awaitable[bool]]:
+def liveness_probe(http_address: str) -> Probe:
     """Returns a function that asks GET /healthz at an address. It returns False if no 200 comes in time.
 
     A separate thread of the scheduler answers, in clear text even under TLS, as long as the event loop runs.
@@ -75,7 +78,7 @@ def liveness_probe(http_address: str) -> Callable[[float], Awaitable[bool]]:
     return _in_time(ask)
 
 
-def handshake_probe(address: str) -> Callable[[float], Awaitable[bool]]:
+def handshake_probe(address: str) -> Probe:
     """Returns a function that begins TLS at an address. It returns False if the handshake does not end in time.
 
     The server's event loop takes part in the handshake. A request could follow only with a certificate, where clients
@@ -94,7 +97,7 @@ def handshake_probe(address: str) -> Callable[[float], Awaitable[bool]]:
     return _in_time(ask)
 
 
-def _in_time(ask: Callable[[], Awaitable[bool]]) -> Callable[[float], Awaitable[bool]]:
+def _in_time(ask: Callable[[], Awaitable[bool]]) -> Probe:
     async def is_alive(timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
@@ -106,7 +109,7 @@ def _in_time(ask: Callable[[], Awaitable[bool]]) -> Callable[[float], Awaitable[
 
 
 @asynccontextmanager
-async def health_probe(address: str) -> AsyncIterator[Callable[[float], Awaitable[bool]]]:
+async def health_probe(address: str) -> AsyncIterator[Probe]:
     """Yields a function that asks grpc.health.v1 at an address. It returns False if no answer comes in time."""
     async with grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
