@@ -84,7 +84,7 @@ def summarize(
     )
 
 
-def save(path: Path, values: dict[str, Any]) -> None:
+def save(path: Path, values: dict[str, Any] | list[Any]) -> None:
     """Writes a JSON file at once: a process that is killed leaves the previous content. Creates missing folders.
 
     Raises OSError.

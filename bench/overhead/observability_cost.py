@@ -15,7 +15,6 @@ observability on a machine without spare time. With an executor that computes, m
 """
 
 import asyncio
-import json
 import os
 import statistics
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -28,6 +27,7 @@ import aiohttp
 from bench.command_line import Parser
 from bench.overhead.shell_cost import Cost, Harness, Services, harness
 from bench.overhead.stream_load import Load, ShellCostError
+from bench.report import save
 from quire.model_path import embedded_model
 
 SCRAPE_INTERVAL_S = 5.0
@@ -175,4 +175,4 @@ def main(arguments: Sequence[str]) -> None:
     )
     print(table(pairs))
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(pair) for pair in pairs], indent=2) + "\n", encoding="utf-8")
+        save(given.json, [asdict(pair) for pair in pairs])

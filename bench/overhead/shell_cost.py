@@ -15,7 +15,6 @@ one after the other.
 """
 
 import asyncio
-import json
 import os
 import statistics
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -30,6 +29,7 @@ from tokenizers import Tokenizer
 from bench.command_line import Parser
 from bench.overhead.many_load import run_in_calls
 from bench.overhead.stream_load import Clients, Delta, Load, Period
+from bench.report import save
 from bench.server_process import child_process
 from bench.step_traces import StepRecorder, idle_ratio
 from quire.async_client import AsyncClient
@@ -214,4 +214,4 @@ def main(arguments: Sequence[str]) -> None:
     costs = asyncio.run(measure(given.clients, given.num_tokens, given.step_ms, given.calls))
     print(table(costs))
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n", encoding="utf-8")
+        save(given.json, [asdict(cost) for cost in costs])
