@@ -50,7 +50,7 @@ def code_lines(source: str) -> int:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len([number for number in lines if source.splitlines()[number - 1 : number] not in ([], [""])])
+    return len(lines & {number for number, line in enumerate(source.splitlines(), start=1) if line})
 
 
 def source_files(root: Path) -> list[Path]:
