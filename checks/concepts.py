@@ -13,8 +13,7 @@ import sys
 from enum import Enum
 import scheduler.core as core
 
-limits = getattr(core, "SchedulerLimits", None) or core.Limits
-bounds = limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+bounds = core.SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 scheduler = core.Scheduler(bounds, num_blocks=64, block_size=16)
 scheduler.executor_attached(1, 64)
 for number in (1, 2):
