@@ -10,14 +10,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.rpc.calls import TakenCalls
 from gateway.rpc.servicers import GenerationForwarder, TokenizationForwarder
-from quire.addresses import UNIX, AddressUnusable, at_port, check_free, private_files
 from quire.health_service import HealthService
-from quire.tls import server_credentials
-from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from quire.v1.tokenization_pb2_grpc import add_TokenizationServicer_to_server
 from scheduler.servers.bounded_messages import BoundedMessages
-from scheduler.servers.grpc_server import BOUNDED, OPTIONS
+from scheduler.servers.grpc_server import BOUNDED, GENERATION, OPTIONS, bind
 from scheduler.servers.read_requests import ReadRequests
 from scheduler.servers.request_places import RequestPlaces
 from scheduler.servers.reset_calls import ResetCalls
@@ -27,8 +24,6 @@ if TYPE_CHECKING:
     from gateway.metrics import GatewayMetrics
     from gateway.schedulers.schedulers import Schedulers
     from quire.tls import TlsFiles
-
-GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 
 class RpcServer:
@@ -58,9 +53,7 @@ class RpcServer:
         add_GenerationServicer_to_server(self._generation, self._server)
         add_TokenizationServicer_to_server(TokenizationForwarder(schedulers, metrics), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        listen = config.grpc_listen or ""
-        with private_files(listen):
-            self.address = _bind(self._server, listen, tls)
+        self.address = bind(self._server, config.grpc_listen or "", tls)
 
     async def start(self) -> None:
         self._report()
@@ -88,16 +81,3 @@ class RpcServer:
         status = response.SERVING if self._schedulers.is_ready else response.NOT_SERVING
         for service in ("", GENERATION):
             self._health.set(service, status)
-
-
-def _bind(server: grpc.aio.Server, listen: str, tls: TlsFiles | None) -> str:
-    """Returns the address with its real port. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
-    check_free(listen)
-    try:
-        if tls is None or listen.startswith(UNIX):
-            port = server.add_insecure_port(listen)
-        else:
-            port = server.add_secure_port(listen, server_credentials(tls, tls.ca is not None))
-    except RuntimeError as error:
-        raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
-    return at_port(listen, port)

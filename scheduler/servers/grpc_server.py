@@ -32,6 +32,7 @@ from scheduler.servers.request_places import RequestPlaces
 from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
+    from quire.tls import TlsFiles
     from scheduler.core.tenants.account import TermsOf
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
@@ -142,7 +143,7 @@ class GrpcServer:
             return server
 
         self._public = generating(access.verifier.stranger, limit)
-        self.address = _bind(self._public, listen, access)
+        self.address = bind(self._public, listen, access.tls)
         if admin_listen is None:
             admin_listen = default_admin_address(self.address)
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
@@ -160,11 +161,11 @@ class GrpcServer:
         # Reflection describes all services, although Generation is at the other address.
         services = (GENERATION, TOKENIZATION, REPLICA, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
-        self.admin_address = _bind(self._admin, admin_listen, access)
+        self.admin_address = bind(self._admin, admin_listen, access.tls)
         self._servers = [self._public, self._admin]
         if local_listen is not None:
             self._servers.append(generating(LOCAL))
-            _bind(self._servers[-1], local_listen, access)
+            bind(self._servers[-1], local_listen, access.tls)
 
     async def start(self) -> None:
         await asyncio.gather(*(server.start() for server in self._servers))
@@ -197,16 +198,15 @@ def report_health(engine: Engine, health: HealthService) -> None:
     engine.on_state_change(report)
 
 
-def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:
-    """Returns the address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
+def bind(server: grpc.aio.Server, listen: str, tls: TlsFiles | None) -> str:
+    """Returns the address with its real port. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
     check_free(listen)
     try:
-        if access.tls is None or listen.startswith(UNIX):
+        if tls is None or listen.startswith(UNIX):
             with private_files(listen):
                 port = server.add_insecure_port(listen)
         else:
-            credentials = server_credentials(access.tls, access.requires_client_certificate)
-            port = server.add_secure_port(listen, credentials)
+            port = server.add_secure_port(listen, server_credentials(tls, tls.ca is not None))
     except RuntimeError as error:
         raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
     return at_port(listen, port)
