@@ -13,12 +13,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from quire.loop_heartbeat import liveness
+
 MAX_CONNECTIONS = 32
 """Connections at a time; more are closed. Each has a thread and a descriptor, which the plan stream needs, too."""
 
 CONNECTION_TIMEOUT_S = 10.0
 """Time after which a connection is closed that sends nothing, or reads nothing of its answer."""
-
 
 STUCK_AFTER_S = 5.0
 """Time without a heartbeat after which the event loop counts as stuck. Probes need several failures in a row."""
@@ -34,10 +35,7 @@ def serve_metrics(host: str, port: int, registry: CollectorRegistry, loop_silent
     def answer(environ: Any, start_response: Any) -> Any:
         if environ["PATH_INFO"] != "/healthz":
             return metrics(environ, start_response)
-        silent_s = loop_silent_s()
-        is_stuck = silent_s > STUCK_AFTER_S
-        status = "503 Service Unavailable" if is_stuck else "200 OK"
-        text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"
+        status, text = liveness(loop_silent_s(), STUCK_AFTER_S)
         start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))])
         return [text.encode()]
 

@@ -24,3 +24,10 @@ class LoopHeartbeat:
     def silent_s(self) -> float:
         """Returns the seconds since the last heartbeat."""
         return time.monotonic() - self._beat_s
+
+
+def liveness(silent_s: float, stuck_after_s: float) -> tuple[str, str]:
+    """Returns the HTTP status and the text of /healthz for an event loop that has not run for `silent_s`."""
+    if silent_s > stuck_after_s:
+        return "503 Service Unavailable", f"stuck: the event loop has not run for {silent_s:.0f} s\n"
+    return "200 OK", "ok\n"

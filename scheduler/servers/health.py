@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+from quire.loop_heartbeat import liveness
 from scheduler.servers.descriptors import max_http_connections
 from scheduler.telemetry.limits import SILENT_CONNECTIONS, limited
 
@@ -133,10 +134,7 @@ class HealthListener:
             self._forward(connection)
 
     def _answer(self) -> bytes:
-        silent_s = self._heartbeat.silent_s()
-        is_stuck = silent_s > STUCK_AFTER_S
-        status = "503 Service Unavailable" if is_stuck else "200 OK"
-        text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"
+        status, text = liveness(self._heartbeat.silent_s(), STUCK_AFTER_S)
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(text)}\r\n"
             f"Connection: close\r\n\r\n{text}"
