@@ -101,12 +101,7 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
         if config.must_know_callers and not await _refuse_strangers(schedulers, signals):
             if signals.first.is_set():
                 return EXIT_DRAINED
-            public = " and ".join(each for each in (config.listen, config.grpc_listen) if each and not is_local(each))
-            raise ConfigError(
-                f"listen {public} can be reached from other machines, and everyone could call, because a scheduler "
-                "accepts calls without a key: give the schedulers --api-keys, listen on loopback, or give "
-                "--allow-anonymous"
-            )
+            raise ConfigError(_open_to_strangers(config))
         if file is not None:
             follow = schedulers.follow(connections, must_refuse_strangers=config.must_know_callers)
             cleanup.callback(asyncio.create_task(follow, name="schedulers file").cancel)
@@ -121,17 +116,7 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
         log.info("listening: %s, schedulers: %s", server.address, ", ".join(each.address for each in connections()))
         put_line(sys.stdout, f"ready openai={server.address}" + (f" grpc={rpc.address}" if rpc is not None else ""))
         await signals.first.wait()
-        log.info("draining: new requests are refused, open ones continue; a second signal stops at once")
-        stopping = asyncio.create_task(_stop(server, rpc, config.drain_timeout_s))
-        second = asyncio.create_task(signals.second.wait())
-        await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
-        has_drained = stopping.done() and stopping.result()
-        stopping.cancel()
-        second.cancel()
-        if not has_drained:
-            log.warning("stopped with unfinished requests")
-            await server.stop()
-    return EXIT_DRAINED if has_drained else EXIT_UNFINISHED
+        return await _drain(server, rpc, signals, config.drain_timeout_s)
 
 
 def _prompts(config: GatewayConfig) -> "Prompts | None":
@@ -164,6 +149,22 @@ def _rpc_server(
     return RpcServer(schedulers, config, metrics, tls)
 
 
+async def _drain(server: GatewayServer, rpc: "RpcServer | None", signals: EndSignals, drain_timeout_s: float) -> int:
+    """Stops both servers when their open requests have ended, or at a second signal. Returns the exit code."""
+    log.info("draining: new requests are refused, open ones continue; a second signal stops at once")
+    stopping = asyncio.create_task(_stop(server, rpc, drain_timeout_s))
+    second = asyncio.create_task(signals.second.wait())
+    await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
+    has_drained = stopping.done() and stopping.result()
+    stopping.cancel()
+    second.cancel()
+    if has_drained:
+        return EXIT_DRAINED
+    log.warning("stopped with unfinished requests")
+    await server.stop()
+    return EXIT_UNFINISHED
+
+
 async def _stop(server: GatewayServer, rpc: "RpcServer | None", drain_timeout_s: float) -> bool:
     """Stops both servers. Returns False if requests had to be cancelled."""
     stops = [server.stop(drain_timeout_s), *([rpc.stop(drain_timeout_s)] if rpc is not None else [])]
@@ -179,6 +180,15 @@ async def _refuse_strangers(schedulers: Schedulers, signals: EndSignals) -> bool
     stopping.cancel()
     asking.cancel()
     return asking.done() and not asking.cancelled() and asking.result()
+
+
+def _open_to_strangers(config: GatewayConfig) -> str:
+    """Returns the problem of a gateway that strangers could call."""
+    public = " and ".join(each for each in (config.listen, config.grpc_listen) if each and not is_local(each))
+    return (
+        f"listen {public} can be reached from other machines, and everyone could call, because a scheduler accepts "
+        "calls without a key: give the schedulers --api-keys, listen on loopback, or give --allow-anonymous"
+    )
 
 
 def _tls(config: GatewayConfig) -> TlsFiles | None:
