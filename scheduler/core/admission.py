@@ -52,7 +52,7 @@ def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:
 
 
 def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
-    """Returns False if a suspect would run beside another sequence. A suspect runs alone until it gets a token."""
+    """Returns False if a suspect would run beside another sequence. A suspect runs alone until it makes progress."""
     running = state.batch.running
     if sequence.is_suspect:
         return not running

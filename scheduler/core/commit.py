@@ -113,7 +113,6 @@ def _commit_beams(
             group.late.append(beam)
             continue
         group.reported[beam] = candidates[beam]
-        group.leader.loss_mark = -1  # its beams have received a token
         beam.num_computed_tokens = beam.num_planned_tokens
         if beam.num_computed_tokens >= beam.publish_at:
             state.cache.publish(beam)

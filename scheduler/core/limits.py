@@ -21,9 +21,9 @@ class SchedulerLimits:
     max_ahead                  service (I22) that a tenant may get ahead of a waiting one without being preempted
     max_preemptions            preemptions after which a sequence is admitted with all its blocks reserved, and is not
                                preempted again
-    max_losses                 executors that are lost in a row while a sequence runs, without a new token, before the
-                               sequence is failed as the likely cause. At least 2: after the second loss suspects run
-                               alone, so that other sequences do not fail with the cause
+    max_losses                 executors that are lost in a row while a sequence runs, without progress (I16), before
+                               the sequence is failed as the likely cause. At least 2: after the second loss suspects
+                               run alone, so that other sequences do not fail with the cause
     watermark_ratio            share of the pool left free when a sequence is admitted beside others, for their growth
     """
 

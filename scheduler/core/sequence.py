@@ -32,6 +32,9 @@ class FinishReason(Enum):
     EXECUTORS_LOST = "executors_lost"
 
 
+MIN_PROGRESS = 2
+"""Tokens that are progress between two losses of executors: the computation of the known ones alone yields one."""
+
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.WAITING: {
         State.RUNNING: "admitted: has a slot and the blocks of its first chunk",
@@ -118,8 +121,8 @@ class Sequence:
         self.resume_s = -inf  # when the pause of a deferred sequence ends
         self.num_preemptions = 0
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
-        self.num_losses = 0  # executors lost in a row without a token committed in between
-        self.loss_mark = 0  # len(token_ids) at the last loss; -1: beams have received a token since
+        self.num_losses = 0  # executors lost in a row without progress in between
+        self.loss_mark = 0  # tokens at the last loss, those of a beam included
         self.digests: list[bytes] = []  # hash chain of the full blocks, computed as far as it was needed
         self.forget_kv()
 
@@ -157,8 +160,8 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        """True if two executors in a row were lost while the sequence ran, and it has received no token since."""
-        return self.num_losses >= 2 and len(self.token_ids) == self.loss_mark
+        """True if two executors in a row were lost while the sequence ran, and it has made no progress since."""
+        return self.num_losses >= 2 and len(self.token_ids) < self.loss_mark + MIN_PROGRESS
 
     @property
     def is_beam(self) -> bool:
@@ -169,10 +172,13 @@ class Sequence:
             raise InvariantViolation(f"{self!r} cannot become {state.value}")
         self.state = state
 
-    def count_loss(self) -> None:
-        """Called when the executor was lost while this sequence ran."""
-        self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
-        self.loss_mark = len(self.token_ids)
+    def count_loss(self, num_tokens: int) -> None:
+        """Called when the executor was lost while this sequence or its beams had `num_tokens` tokens each.
+
+        A beam search begins again with its prompt, so it makes progress if it gets further than before.
+        """
+        self.num_losses = self.num_losses + 1 if num_tokens < self.loss_mark + MIN_PROGRESS else 1
+        self.loss_mark = num_tokens
 
     def successor(self) -> "Sequence":
         """Returns a waiting sequence that goes on from the tokens of this one, which ends."""

@@ -188,8 +188,8 @@ class SchedulerState:
         self.must_forget |= bool(self.cache.index.withdrawn) or any(step.withdraws for step in self.in_flight)
         self.in_flight.clear()
         for sequence in dict.fromkeys(running.leader for running in self.batch.running):
+            sequence.count_loss(self.active(sequence).holders(sequence)[0].num_tokens)
             self._release_everything(sequence)
-            sequence.count_loss()
             sequence.become(State.WAITING)
             self._enqueue(sequence)
             if sequence.num_losses > self.limits.max_losses:

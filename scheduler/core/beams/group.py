@@ -122,5 +122,6 @@ class BeamGroup:
         beam.state = State.RUNNING
         beam.row_count = 1
         beam.is_guaranteed = parent.is_guaranteed
+        beam.num_losses, beam.loss_mark = parent.num_losses, parent.loss_mark
         beam.group_leader = self.leader
         return beam

@@ -83,7 +83,7 @@ def _num_steps_that_write(state: SchedulerState, decoding: SequenceOf[Sequence])
         if num_planned >= sequence.write_limit and num_planned % size:
             return 0
         if sequence.num_losses and sequence.is_suspect:
-            return 0  # after its next token it is no longer a suspect, and others may be admitted
+            return 0  # it soon makes progress, and others may be admitted
         num_steps = min(num_steps, sequence.params.max_total_tokens - 2 - num_planned)
     return num_steps
 

@@ -4,11 +4,12 @@ The harness checks the bounds after every move (`checked_scheduler.py`: I12 to I
 cases, show which bounds are tight, and give examples.
 """
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from scheduler.core import FCFS, POLICIES, PRIORITY, FinishReason, Policy
+from scheduler.core import FCFS, POLICIES, PRIORITY, BeamParams, FinishReason, Policy, Request
 from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import make_request
@@ -171,15 +172,37 @@ def test_a_preempted_sequence_returns_before_later_arrivals() -> None:
 POISON = 100
 
 
-def run_with_poison(harness: Harness) -> int:
-    """Loses the executor at each plan with rows of the poison request; returns the number of losses."""
+def runs_poison(harness: Harness) -> bool:
+    return any(sequence.request.request_id == POISON for sequence in harness.scheduler.state.batch.running)
+
+
+def decodes_poison(harness: Harness) -> bool:
+    """Returns whether the newest plan decodes the poison request: it has rows of it, and none of known tokens."""
+    if not harness.scheduler.num_in_flight:
+        return False
+    step = harness.scheduler.state.in_flight[-1]
+    rows = (*step.sampled, *step.beams)
+    return POISON in {sequence.request.request_id for sequence in rows} - {
+        sequence.request.request_id for sequence in step.prefills
+    }
+
+
+def run_with_poison(harness: Harness, is_deadly: Callable[[Harness], bool] = runs_poison) -> int:
+    """Loses the executor at each deadly plan, after the results of the plans before it; returns the number of losses.
+
+    By default every plan with rows of the poison request is deadly.
+    """
     num_deaths = 0
     while harness.scheduler.num_unfinished_requests or harness.in_flight:
         if harness.executor is None:
             harness.attach()
-        harness.schedule()
-        if any(sequence.request.request_id == POISON for sequence in harness.scheduler.state.batch.running):
+        while harness.schedule() is not None and not is_deadly(harness):
+            pass
+        if is_deadly(harness):
+            while len(harness.in_flight) > 1:
+                harness.commit()
             num_deaths += 1
+            assert num_deaths < 100, "the poison request is not found"
             harness.lose()
         elif harness.in_flight:
             harness.commit()
@@ -213,7 +236,57 @@ def test_a_poison_request_of_several_samples_fails_as_a_whole(num_sequences: int
     assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}
 
 
-def test_sequences_beside_a_poison_request_are_suspects_until_their_next_token() -> None:
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("position", [0, 2, 4])
+@pytest.mark.parametrize("max_losses", [2, 5])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_request_whose_decodes_end_executors_fails_alone(
+    policy: Policy, position: int, max_losses: int, max_in_flight: int
+) -> None:
+    """Each executor computes its known tokens, which yields one more, and so do those of its neighbours."""
+    requests = [make_request(i, "abcde"[: i + 1], 20, seeds=range(1 + i % 2)) for i in range(4)]
+    requests.insert(position, make_request(POISON, "wxyz", 80))
+    harness = build_harness(*requests, policy=policy, max_losses=max_losses, max_in_flight=max_in_flight)
+    assert run_with_poison(harness, decodes_poison) == max_losses + 1
+    assert harness.clients.ended.pop((POISON, 0)) is FinishReason.EXECUTORS_LOST
+    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all other requests get all their tokens"
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        make_request(POISON, "wxyz", 80, seeds=range(3)),
+        make_request(POISON, "wxyz", 80, beam=BeamParams(2, 1)),
+    ],
+    ids=["samples", "beams"],
+)
+def test_samples_and_beams_whose_decodes_end_executors_fail(poison: Request) -> None:
+    beams = make_request(2, "def", 20, beam=BeamParams(2, 1))
+    harness = build_harness(
+        make_request(1, "abc", 20), poison, beams, max_num_seqs=6, max_in_flight=2, num_usable_blocks=200
+    )
+    num_sequences = len(poison.seeds)
+    assert run_with_poison(harness, decodes_poison) <= num_sequences * (harness.scheduler.state.limits.max_losses + 1)
+    reasons = {harness.clients.ended.pop((POISON, index)) for index in range(num_sequences)}
+    assert reasons <= {FinishReason.EXECUTORS_LOST, FinishReason.CANCELLED}
+    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}
+
+
+def test_a_beam_search_that_ends_executors_at_the_same_length_fails() -> None:
+    """It begins with its prompt again each time, so only a beam that is longer than before is progress."""
+
+    def has_long_poison(harness: Harness) -> bool:
+        running = harness.scheduler.state.batch.running
+        return any(sequence.request.request_id == POISON and sequence.num_tokens == 14 for sequence in running)
+
+    poison = make_request(POISON, "wxyz", 80, beam=BeamParams(2, 1))
+    harness = build_harness(make_request(1, "abc", 20), poison, make_request(2, "def", 20), num_usable_blocks=200)
+    assert run_with_poison(harness, has_long_poison) == harness.scheduler.state.limits.max_losses + 1
+    assert harness.clients.ended.pop((POISON, 0)) is FinishReason.EXECUTORS_LOST
+    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}
+
+
+def test_sequences_beside_a_poison_request_are_suspects_until_they_make_progress() -> None:
     harness = build_harness(make_request(1, "abc", 9), make_request(POISON, "xyz", 9), make_request(2, "def", 9))
     for _ in range(2):
         harness.schedule()
@@ -223,21 +296,33 @@ def test_sequences_beside_a_poison_request_are_suspects_until_their_next_token()
     assert all(sequence.is_suspect for sequence in unfinished_sequences(harness.scheduler.state))
     step(harness)
     (alone,) = harness.scheduler.state.batch.running
-    assert alone.request.request_id == 1
+    assert (alone.request.request_id, alone.is_suspect) == (1, True)
+    step(harness)
     assert not alone.is_suspect
     harness.add(make_request(3))
     step(harness)
     assert len(list(harness.scheduler.state.batch.running)) == 1, "the next suspect in the queue has to run alone, too"
 
 
-def test_losses_with_progress_in_between_fail_no_request() -> None:
-    """A loss counts against a sequence only if it got no token since the one before."""
-    harness = build_harness(make_request(1, "abc", 20), make_request(2, "de", 20), max_losses=2)
+def ends_with_executors_of(num_steps: int, max_tokens: int) -> set[FinishReason]:
+    """Returns how requests end if no executor computes more than `num_steps` steps."""
+    requests = [make_request(i, "abcde"[: i + 1], max_tokens, seeds=range(1 + i % 2)) for i in range(4)]
+    harness = build_harness(*requests)
     while harness.scheduler.num_unfinished_requests:
-        step(harness)
-        step(harness)
+        for _ in range(num_steps):
+            step(harness)
         if harness.scheduler.num_unfinished_requests:
             harness.lose()
             harness.attach()
-    harness.clients.assert_served()
-    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}
+    return set(harness.clients.ended.values())
+
+
+@pytest.mark.parametrize(("num_steps", "max_tokens"), [(2, 12), (3, 28), (5, 60)])
+def test_executors_that_compute_the_known_tokens_and_a_decode_fail_no_request(num_steps: int, max_tokens: int) -> None:
+    """A step computes 16 tokens, so all steps but one compute the known tokens of a request that runs alone."""
+    assert ends_with_executors_of(num_steps, max_tokens) == {FinishReason.LENGTH}
+
+
+def test_executors_that_compute_no_decode_fail_requests() -> None:
+    """The price of the rule: each of them yields a token, and a request that needs a few more would end."""
+    assert FinishReason.EXECUTORS_LOST in ends_with_executors_of(num_steps=1, max_tokens=12)

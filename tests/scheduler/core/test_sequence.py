@@ -72,16 +72,27 @@ def test_is_suspect_after_two_losses_in_a_row() -> None:
     sequence = make_sequence("abc")
     verdicts = []
     for _ in range(3):
-        sequence.count_loss()
+        sequence.count_loss(sequence.num_tokens)
         verdicts.append((sequence.num_losses, sequence.is_suspect))
     assert verdicts == [(1, False), (2, True), (3, True)]
 
 
-def test_one_token_clears_a_suspect() -> None:
+@pytest.mark.parametrize(("num_new_tokens", "verdict"), [(0, (3, True)), (1, (3, True)), (2, (1, False))])
+def test_two_tokens_clear_a_suspect(num_new_tokens: int, verdict: tuple[int, bool]) -> None:
+    """The first one comes from the computation of the known tokens, and only the second one from a decode."""
     sequence = make_sequence("abc")
-    sequence.count_loss()
-    sequence.count_loss()
-    sequence.token_ids.append(0)
-    assert not sequence.is_suspect
-    sequence.count_loss()
-    assert (sequence.num_losses, sequence.is_suspect) == (1, False), "the count starts again"
+    for _ in range(2):
+        sequence.count_loss(sequence.num_tokens)
+    sequence.token_ids += [0] * num_new_tokens
+    assert sequence.is_suspect is verdict[1]
+    sequence.count_loss(sequence.num_tokens)
+    assert (sequence.num_losses, sequence.is_suspect) == verdict, "after progress the count starts again"
+
+
+def test_a_beam_search_makes_progress_if_it_gets_further_than_before() -> None:
+    leader = make_sequence("abc")
+    num_losses = []
+    for num_tokens in (40, 40, 41, 5, 7, 3):
+        leader.count_loss(num_tokens)
+        num_losses.append(leader.num_losses)
+    assert num_losses == [1, 2, 3, 4, 1, 2]

@@ -29,6 +29,7 @@ from scheduler.core.baselines.contiguous import ContiguousKVCache, run_length
 from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
 from tests.support.core.budget_check import BudgetCheck
 from tests.support.core.fake_clients import FakeClients
+from tests.support.core.loss_record import LossRecord
 from tests.support.core.step_bound import StepBound, most_blocks, most_preemptions
 from tests.support.core.victim_check import check_victims
 
@@ -120,6 +121,7 @@ class CheckedScheduler:
         self.budget_check = BudgetCheck()
         self.paused: set[int] = set()  # slots that got no row in the last plan, because a newcomer passed
         self.bound = StepBound(limits.max_preemptions)
+        self.losses = LossRecord()
         self.now_s = 0.0
         self.arrivals_s: dict[int, float] = {}
 
@@ -182,9 +184,14 @@ class CheckedScheduler:
             assert self._lets_newcomer_pass(plan) or self._first_in_line_has_row(order(last)), (
                 f"I13: {last!r} was admitted behind a sequence that cannot continue"
             )
-        if any(sequence.is_suspect for sequence in running):
+        if any(self._is_suspect(sequence) for sequence in running):
             num_requests = len({sequence.request.request_id for sequence in running})
             assert num_requests == 1, "I16: a suspect runs beside other requests"
+
+    def _is_suspect(self, sequence: Sequence) -> bool:
+        """Returns whether a sequence has to run alone. Clients of beam searches receive nothing that tells."""
+        key = (sequence.request.request_id, sequence.index)
+        return sequence.is_suspect if sequence.is_beam else self.losses.is_suspect(key, len(self.clients.received[key]))
 
     def _awaits_block(self, waiting: Sequence) -> bool:
         """Returns whether a plan in flight computes the next block of the prompt of a waiting sequence."""

@@ -116,10 +116,16 @@ class Harness(CheckedScheduler):
         self.in_flight.clear()
         self.paused = set()
         self.last_executor, self.executor = self.executor, None
+        running = [sequence for sequence in self.scheduler.state.batch.running if not sequence.is_beam]
         events = self.scheduler.executor_lost()
         for sequence, reason in events.finished:
             assert reason is FinishReason.EXECUTORS_LOST
             assert sequence.num_losses > self.scheduler.state.limits.max_losses
+        for sequence in running:
+            key = (sequence.request.request_id, sequence.index)
+            self.losses.lost(key, len(self.clients.received[key]))
+            is_cause = self.losses.num_in_a_row(key) > self.scheduler.state.limits.max_losses
+            assert is_cause is sequence.is_finished, f"I16: {sequence!r} after its losses in a row"
         self._hear(events)
         for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
             self.cancel(request_id)  # a request fails as a whole, as in the engine
