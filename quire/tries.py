@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ DEFAULT_RESUME_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 MAX_FRUITLESS = 20
-"""Maximum number of breaks in a row between which nothing new was received: the request may be what ends the server."""
+"""Maximum number of breaks in a row without progress in between: the request may be what ends the server."""
+MIN_PROGRESS = 2
+"""Tokens of a sequence that are progress: to compute the received ones again yields one, if decodes end servers."""
 
 BROKE_OFF = "the stream broke off (%s): trying to continue it for up to %g s"
 CONTINUES = "the stream continues"
@@ -108,8 +111,9 @@ class Tries:
         self._num_fruitless = 0
         self._last_error: QuireError | None = None
         self._pause_s = FIRST_PAUSE_S
+        self._num_new: Counter[int] | None = None  # tokens by sequence since the last break or move; None: progress
         self.has_moved = False
-        """True if nothing new was received since the stream was moved."""
+        """True if the stream was moved and has made no progress since."""
 
     def next_call(self) -> tuple[generation_pb2.GenerateRequest, dict[str, Any]]:
         """Returns the request of the next call, and its arguments. Raises DeadlineExceededError."""
@@ -153,14 +157,17 @@ class Tries:
             log.info(CONTINUES)
         if self._resumable is not None and not self._resumable.accept(message):
             return False
-        self._num_fruitless = 0
-        self._pause_s = FIRST_PAUSE_S
-        self.has_moved = False
+        if self._num_new is not None and _is_progress(message, self._num_new):
+            self._num_new = None
+            self._num_fruitless = 0
+            self._pause_s = FIRST_PAUSE_S
+            self.has_moved = False
         return True
 
     def moved(self, error: QuireError) -> None:
         """Called when the stream was left at its server: a full queue at the next one is a reason to come again."""
         self._last_error = error
+        self._num_new = Counter()
         self.has_moved = True
 
     def pause_s(self, error: QuireError) -> float:
@@ -170,9 +177,10 @@ class Tries:
         now_s = time.monotonic()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
+            self._num_new = Counter()
             self._num_fruitless += 1
             if self._num_fruitless > MAX_FRUITLESS:
-                raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without anything new)")
+                raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without progress)")
             limit_s = self._contact.resume_timeout_s
             log.info(BROKE_OFF, error.message, limit_s)
         self._last_error = error
@@ -202,3 +210,11 @@ class Tries:
             or self._last_error is not None
             or is_lost_connection(error)
         )
+
+
+def _is_progress(message: generation_pb2.GenerateResponse, num_new: Counter[int]) -> bool:
+    """Adds the tokens of a new message to `num_new`, and returns whether the stream has made progress."""
+    if not message.HasField("delta"):
+        return True
+    num_new[message.delta.index] += len(message.delta.token_ids)
+    return num_new[message.delta.index] >= MIN_PROGRESS

@@ -37,7 +37,7 @@ UNARY_TIMEOUT_S = 30.0
 MOVE_AFTER_S = 1.0
 """Streams wait for this long for a new executor, and then continue at another scheduler, which computes them again."""
 SUSPECTS_MOVE_AFTER_S = 60.0
-"""The same for a stream that was moved before and has brought nothing since. Its request may be what ends executors,
+"""The same for a stream that was moved before and has made no progress since. Its request may be what ends executors,
 which the scheduler finds out only if the stream stays."""
 
 REFUSES = (

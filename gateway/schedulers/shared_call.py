@@ -50,7 +50,7 @@ class Receiver(Protocol):
 
     @property
     def is_suspect(self) -> bool:
-        """True if nothing new has come since the stream was moved."""
+        """True if the stream was moved and has made no progress since."""
 
     def received(self, response: pb.GenerateResponse) -> None:
         """Called for each message of the stream."""

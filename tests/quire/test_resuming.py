@@ -14,7 +14,7 @@ from quire import tries
 from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from tests.support.client.breaks import answer, breaking, dropped, expected, forever, unavailable
 from tests.support.client.calls import KINDS, SyncCalls
-from tests.support.client.scripted_server import Script, ScriptedServer, delta, refusal, started
+from tests.support.client.scripted_server import Script, ScriptedServer, delta, finished, refusal, started
 from tests.support.e2e.proxy import Proxy
 
 
@@ -41,7 +41,7 @@ def restarted(server: ScriptedServer, script: Script) -> Iterator[ScriptedServer
 def test_streams_that_break_again_and_again_give_the_whole_answer(
     server: ScriptedServer, kind: type[SyncCalls], num_messages: int, end: Any
 ) -> None:
-    """With one message there is only a Started in each stream, with two there is progress."""
+    """With one message there is only a Started in each stream, with two there is something new."""
     server.script = breaking(6, num_messages, end)
     calls = kind(server.address, wait_for_ready=True)
     assert calls.call("complete", "p", n=2) == expected()
@@ -193,11 +193,47 @@ def test_every_server_that_answers_renews_the_time(server: ScriptedServer, kind:
 
 @KINDS
 def test_a_request_that_always_breaks_off_is_given_up(server: ScriptedServer, kind: type[SyncCalls]) -> None:
-    """It may be what ends the server. Anything new begins the count again."""
+    """It may be what ends the server. Progress begins the count again."""
     server.script = breaking(10**6, 1, unavailable)
     with pytest.raises(quire.UnavailableError, match="21 breaks in a row"):
         kind(server.address).events("p", n=2)
     assert len(server.requests) == 21
+
+
+def continued_by(num_tokens: int) -> Script:
+    """Returns a script that continues two sequences up to 50 tokens each, and breaks off after some of them."""
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        message = started()
+        message.started.continuation.seed = 1
+        yield message
+        received = {each.index: len(each.token_ids) for each in request.resume.sequences}
+        for index in (0, 1):
+            for _ in range(min(num_tokens, 50 - received.get(index, 0))):
+                yield delta(index, "a", 7)
+        if received.get(1, 0) + num_tokens < 50:
+            await unavailable(context)
+        for index in (0, 1):
+            yield finished(index)
+
+    return script
+
+
+@KINDS
+def test_a_request_that_breaks_off_after_one_token_is_given_up(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """Its decodes may be what ends the server: to continue a stream yields one token of each sequence without any."""
+    server.script = continued_by(1)
+    with pytest.raises(quire.UnavailableError, match="21 breaks in a row"):
+        kind(server.address).events("p", n=2)
+    assert len(server.requests) == 21
+
+
+@KINDS
+def test_two_tokens_of_a_sequence_begin_the_count_again(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    server.script = continued_by(2)
+    events = kind(server.address).events("p", n=2)
+    assert sum(isinstance(event, quire.Delta) for event in events) == 100
+    assert len(server.requests) == 25
 
 
 @KINDS

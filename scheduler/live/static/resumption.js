@@ -3,7 +3,8 @@
 const FIRST_PAUSE_MS = 50;
 const LONGEST_PAUSE_MS = 1000;
 const PATIENCE_MS = 60_000;
-const MAX_FRUITLESS = 20; // breaks in a row without anything new: the request may be what ends the server
+const MAX_FRUITLESS = 20; // breaks in a row without progress: the request may be what ends the server
+const MIN_PROGRESS = 2; // new tokens: to compute the received ones again yields one, even if decodes end the server
 const CANNOT_CONTINUE = {
   code: "INTERNAL",
   message: "the stream broke off, and the server that answers now cannot continue it",
@@ -17,6 +18,7 @@ const UNREACHABLE = { code: "UNAVAILABLE", message: "the server cannot be reache
  */
 export async function* completion(request, signal, onBreak) {
   const received = new Received();
+  const numNew = new Map(); // tokens of each sequence since the last break
   let [pauseMs, brokenSinceMs, numFruitless, isFirst] = [FIRST_PAUSE_MS, null, 0, true];
   for (; ; isFirst = false) {
     let error = null;
@@ -30,12 +32,15 @@ export async function* completion(request, signal, onBreak) {
       if (!received.canContinue && received.isContinued) error = CANNOT_CONTINUE;
       if (error) break;
       if (!isNew) continue;
-      [pauseMs, numFruitless] = [FIRST_PAUSE_MS, 0];
+      if (isProgress(message, numNew)) [pauseMs, numFruitless] = [FIRST_PAUSE_MS, 0];
       yield message;
     }
     if (!error) return;
     const isBreak = error.code === "UNAVAILABLE" || (error.code === "RESOURCE_EXHAUSTED" && !isFirst);
-    if (brokenSinceMs === null) numFruitless += 1;
+    if (brokenSinceMs === null) {
+      numFruitless += 1;
+      numNew.clear();
+    }
     brokenSinceMs ??= performance.now();
     const isPatient = performance.now() - brokenSinceMs < PATIENCE_MS && numFruitless <= MAX_FRUITLESS;
     if (!isBreak || !received.canContinue || !isPatient) {
@@ -46,6 +51,13 @@ export async function* completion(request, signal, onBreak) {
     await pause(Math.max(pauseMs, error.retryAfterMs ?? 0) * (0.5 + Math.random() / 2), signal);
     pauseMs = Math.min(2 * pauseMs, LONGEST_PAUSE_MS);
   }
+}
+
+/** Adds the tokens of a new message to `numNew`. Returns whether the stream has made progress since the last break. */
+function isProgress({ delta }, numNew) {
+  if (!delta) return true;
+  numNew.set(delta.index, (numNew.get(delta.index) ?? 0) + (delta.token_ids ?? []).length);
+  return numNew.get(delta.index) >= MIN_PROGRESS;
 }
 
 /** What was received of the streams of one request. */

@@ -18,7 +18,7 @@ from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2 as replica_pb
 from tests.gateway.schedulers.test_reports import ReportRig, load, snapshot
 from tests.gateway.schedulers.test_waiting import Bounded
-from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, started
+from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, delta, started
 from tests.support.gateway.rig import Rig, content
 from tests.support.waiting import until
 
@@ -134,13 +134,22 @@ async def test_a_scheduler_that_has_left_can_still_give_its_streams_away() -> No
             assert len(second.opened) == 1
 
 
-async def test_a_stream_that_brings_nothing_after_its_move_stays_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request may be what ends executors. Only a scheduler that it does not leave can find that out."""
+@pytest.mark.parametrize("num_words", [0, 1])
+async def test_a_stream_without_progress_after_its_move_stays_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, num_words: int
+) -> None:
+    """Its request may be what ends executors, with its decodes too: a word comes from the computation of the others.
+
+    Only a scheduler that it does not leave can find that out.
+    """
     monkeypatch.setattr(scheduler_module, "MOVE_AFTER_S", 0.05)
     monkeypatch.setattr(scheduler_module, "SUSPECTS_MOVE_AFTER_S", 3.0)
 
     async def silence(request: pb.GenerateRequest) -> Answer:
         yield started()
+        num_received = sum(len(each.token_ids) for each in request.resume.sequences)
+        for i in range(num_received, num_received + num_words):
+            yield delta(0, f"w{i} ", 10 + i)
         await asyncio.Event().wait()
 
     async with ReportRig(2) as rig:
@@ -150,6 +159,7 @@ async def test_a_stream_that_brings_nothing_after_its_move_stays_for_a_while(mon
         suspect, first, (second,) = await rig.begun(400)
         rig.report(first, WAITS)
         await until(lambda: second.opened)
+        await asyncio.sleep(0.1)
         for fake in rig.fakes:
             fake.answer = fake.words
         other = asyncio.create_task(rig.events("/v1/completions", {"prompt": "other"}))

@@ -88,7 +88,11 @@ async def test_the_prompt_box_follows_the_rules_of_resumption(stack: Stack, brow
                 failed: await run([started("c") + line(error("INTERNAL", "bug"))]),
                 old: await run([started(undefined) + broken]),
                 older: await run([started("c") + broken, started(undefined) + delta("a", [1], false) + finished]),
-                fruitless: (await run(Array(30).fill(started("c") + broken))).events.length,
+                one: (await run(Array(30).fill(started("c") + delta("a", [1], false) + broken))).resumes.length,
+                two: (await run([
+                    ...Array(24).fill(started("c") + delta("a", [1], false) + delta("b", [2], false) + broken),
+                    started("c") + finished,
+                ])).resumes.length,
             };
         }"""
     )
@@ -105,5 +109,6 @@ async def test_the_prompt_box_follows_the_rules_of_resumption(stack: Stack, brow
         "failed": {"resumes": [None], "events": ["started", "errorINTERNAL"]},
         "old": {"resumes": [None], "events": ["started", "errorUNAVAILABLE"]},
         "older": {"resumes": [None, nothing], "events": ["started", "break", "errorINTERNAL"]},
-        "fruitless": 22,
+        "one": 21,
+        "two": 25,
     }
