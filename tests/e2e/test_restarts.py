@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from quire import AsyncClient, BlockMap, QuireError
+from quire import AsyncClient, BlockMap, InternalError, QuireError
 from tests.soak.clients import Clients
 from tests.soak.jobs import jobs
 from tests.support.e2e.block_maps import settled_map, until_map
@@ -39,6 +39,26 @@ if "executor" in sys.orig_argv:
 
     ModelRunner.execute = poisoned
 """
+_POISONED_DECODES = f"""
+import sys
+if "executor" in sys.orig_argv:
+    sys.path.insert(0, {str(ROOT)!r})
+    import os, signal, time
+    from executor.device.runner import ModelRunner
+    execute, slots = ModelRunner.execute, set()
+
+    def poisoned(runner, plan, *rest):
+        slots.difference_update(plan.retired_slots.tolist())
+        if slots:
+            rest[0]()  # lets the results of the step before leave
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        slots.update(admission.slot for admission in plan.admissions if list(admission.token_ids[:2]) == {POISON})
+        return execute(runner, plan, *rest)
+
+    ModelRunner.execute = poisoned
+"""
+"""Kills the executor in the first step after the poison's known tokens, when the token of these has been sent."""
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +190,24 @@ async def test_kills_and_a_poison_request_lose_no_other_stream(tmp_path: Path, m
         assert clients.failures == []
         assert stack.serve.return_code is None
         assert len(set(pids)) == NUM_KILLS
+
+
+@pytest.mark.exhaustive
+async def test_a_request_whose_decodes_kill_executors_fails_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each executor yields a token of it, and one of each stream beside it."""
+    (tmp_path / "sitecustomize.py").write_text(_POISONED_DECODES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Stack() as stack:
+        async with stack.client() as client:
+            expected = await outcomes(client, JOBS)
+            streams = await started_streams(client)
+            poison = StreamGroup(client, [Job(POISON, {"temperature": 0, "max_tokens": 12, "ignore_eos": True})])
+            (failure,) = await poison.start().failures()
+            assert isinstance(failure, InternalError), failure
+            assert "executors in a row were lost while it ran" in str(failure)
+            assert poison.num_tokens == 6, "one from each executor"
+            assert differences(await streams.ended(), expected) == []
+        await until(lambda: stack.num_losses == 6)
+        assert stack.serve.return_code is None
