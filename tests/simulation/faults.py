@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from scheduler.requests.intake import CheckedRequest
     from scheduler.requests.request_fields import RequestFields
     from tests.simulation.world import World
+    from tests.support.core.fake_executor import Slot
 
 CHECKED: ContextVar[str] = ContextVar("CHECKED", default="")
 """The name of the request that the current task checks or serves. What a resumption replays has no stream yet."""
@@ -110,6 +111,7 @@ class Faults:
     spoilt   clients whose logits are not finite from this number of tokens on
     garbled  numbers of the results that arrive malformed, and how
     poison   number of the client whose steps fail; None: none
+    poisons_decodes  only those that compute more than the tokens with which it was admitted
     leaver   number of the turn to write at which a client cancels, in the same turn of the loop; 0: none
     """
 
@@ -118,6 +120,7 @@ class Faults:
     spoilt: dict[int, int] = field(default_factory=dict)
     garbled: dict[int, str] = field(default_factory=dict)
     poison: int | None = None
+    poisons_decodes: bool = False
     leaver: int = 0
     fired: list[Fired] = field(default_factory=list)
     is_over: bool = False
@@ -141,7 +144,8 @@ class Faults:
             self.leaver = random.randint(1, 20)
         if random.random() < 0.1:
             self.poison = random.randrange(self.world.num_clients)
-            self.world.lines.append(f"client {self.poison} is poison")
+            self.poisons_decodes = random.random() < 0.5
+            self.world.lines.append(f"client {self.poison} is poison" + " when it decodes" * self.poisons_decodes)
 
     def may_raise(self, place: str, who: Callable[[], str] | None = None) -> None:
         """Raises the drawn error, if there is one for this call."""
@@ -159,9 +163,15 @@ class Faults:
         number = last_prompt_token - FIRST_OWN_TOKEN
         return not self.is_over and number in self.spoilt and num_tokens > self.spoilt[number]
 
-    def poisons(self, last_prompt_tokens: Iterable[int]) -> bool:
+    def poisons(self, slots: Iterable[Slot]) -> bool:
         """Returns whether one of the sequences in a batch makes its step fail."""
-        if self.poison is None or self.is_over or FIRST_OWN_TOKEN + self.poison not in last_prompt_tokens:
+        if self.poison is None or self.is_over:
+            return False
+        token_id = FIRST_OWN_TOKEN + self.poison
+        own = [slot for slot in slots if slot.token_ids[slot.num_prompt_tokens - 1] == token_id]
+        if self.poisons_decodes:
+            own = [slot for slot in own if slot.num_computed_tokens > slot.num_admitted_tokens]
+        if not own:
             return False
         self.world.oracles.step_poisoned()
         return True

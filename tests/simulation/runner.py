@@ -81,9 +81,7 @@ class SimulatedRunner:
         written = [block for block in self._retained.all().blocks.tolist() if block not in self._executor.digests]
         self._retained.forget(np.array(written, np.int32))
         self._world.oracles.cache.executed(self._process, plan)
-        if self._world.faults.poisons(
-            slot.token_ids[slot.num_prompt_tokens - 1] for slot in self._executor.slots.values()
-        ):
+        if self._world.faults.poisons(self._executor.slots.values()):
             raise RuntimeError("the step of this sequence fails")
         reasons = list(result.end_reasons or [None] * len(result.token_ids))
         for place, index in enumerate(sorted(self._executor.sampled_slots)):

@@ -110,6 +110,7 @@ class Slot:
     params: SequenceParams
     seed: int
     num_prompt_tokens: int = 0
+    num_admitted_tokens: int = 0  # known when it was admitted; it decodes those after them
     row_count: int = 0
     has_ended: bool = False
     is_undecided: bool = False  # a beam that has reported its candidates
@@ -223,6 +224,7 @@ class FakeExecutor:
                 admission.params,
                 admission.params.seed,
                 admission.num_prompt_tokens,
+                len(admission.token_ids),
             )
         self._branch(plan.branches)
         for index, logical, physical in _tuples(plan.table_updates, 3):
@@ -297,6 +299,7 @@ class FakeExecutor:
                 parent.params,
                 fork.seed,
                 parent.num_prompt_tokens,
+                parent.num_admitted_tokens,
                 1,
             )
             contexts[fork.child_slot] = contexts[fork.parent_slot]
