@@ -16,12 +16,14 @@ serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another
 
 # The suite starts hundreds of processes. If Python is told to write no bytecode, each of them compiles our modules.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
+# The tests of a file share the services that they start.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## the test suite, without what is exhaustive: 8 to 25 minutes on two cores
-	$(BIN)/pytest -n 5 --dist worksteal -m 'not exhaustive' $(ARGS)
+	$(BIN)/pytest -n 5 $(BY_FILE) -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 2 $(BY_FILE) $(ARGS)
 
 soak: $(INSTALLED)  ## load of all kinds and faults at random, every token compared (DURATION=2h ARGS='--seed 7 --output …')
 	$(BIN)/python -m tests.soak --duration $(or $(DURATION),60) $(ARGS)

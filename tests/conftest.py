@@ -58,43 +58,21 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Tells a worker how the tests are shared."""
-    node.workerinput["dist"] = node.config.option.dist
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Lets every worker begin with tests that have a longer time-out, if workers share the suite.
+    """Moves the files with longer time-outs to the front, if workers share the suite by files.
 
-    A worker cannot take over a test that has begun, so a long test that begins last would keep one worker busy alone.
-    With `--dist loadfile`, the files are given out in the order of the list (with `--no-loadscope-reorder`). With
-    `--dist worksteal`, each worker begins with one of as many equal parts of the list as there are workers.
+    The files are given out in the order of the list (with `--no-loadscope-reorder`), and no worker can take over a file
+    that another one has begun: a long one that begins last would keep one worker busy alone.
     """
     if not hasattr(config, "workerinput"):
         return
-    num_workers, default_s = int(config.workerinput["workercount"]), float(config.getini("timeout"))
-
-    def timeout_s(item: pytest.Item) -> float:
-        mark = item.get_closest_marker("timeout")
-        return default_s if mark is None else mark.args[0]
-
-    if config.workerinput["dist"] == "loadfile":
-        sums_s: Counter[Path] = Counter()
-        for item in items:
-            sums_s[item.path] += timeout_s(item) - default_s
-        items.sort(key=lambda item: -sums_s[item.path])
-        return
-    long = sorted((item for item in items if timeout_s(item) > default_s), key=timeout_s, reverse=True)
-    others = [item for item in items if timeout_s(item) <= default_s]
-    shared: list[pytest.Item] = []
-    for number in range(num_workers):
-        mine = long[number::num_workers]
-        num_others = max(0, (len(items) - len(shared)) // (num_workers - number) - len(mine))
-        shared += mine + others[:num_others]
-        del others[:num_others]
-    items[:] = shared
+    default_s = float(config.getini("timeout"))
+    sums_s: Counter[Path] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("timeout"):
+            sums_s[item.path] += mark.args[0] - default_s
+    items.sort(key=lambda item: -sums_s[item.path])
 
 
 @pytest.fixture
