@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -16,14 +16,26 @@ from tests.support.e2e.stack import QUIRE, Stack
 from tests.support.e2e.waiting import until
 from tests.support.gateway.rig import content, parsed_events
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "fox", "owl")]
 NUM_TOKENS = 500
 NUM_STREAMS = int(os.environ.get("NUM_STREAMS", str(len(PROMPTS))))
 """Streams that are open when a service dies."""
 
 
-def served(**flags: Any) -> Stack:
-    return Stack(gateway=True, gateway_listen="127.0.0.1:0", num_blocks=512, **flags)
+@pytest.fixture(scope="module")
+def served_stack() -> Iterator[Stack]:
+    with Stack(gateway=True, gateway_listen="127.0.0.1:0") as stack:
+        yield stack
+
+
+@pytest.fixture
+def served(served_stack: Stack) -> Stack:
+    """Returns `quire serve` with its gateway."""
+    served_stack.show_log()
+    return served_stack
 
 
 async def streamed(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> list[Any]:
@@ -34,10 +46,11 @@ async def streamed(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> l
 
 
 @pytest.mark.timeout(600)
-async def test_streams_survive_the_death_of_each_service() -> None:
+async def test_streams_survive_the_death_of_each_service(served: Stack) -> None:
     """Streams of one prompt differ by their seed, which makes each of them a text of its own."""
     asked = [(PROMPTS[i % len(PROMPTS)], 7 + i // len(PROMPTS)) for i in range(NUM_STREAMS)]
-    async with served() as stack, aiohttp.ClientSession(f"http://{stack.openai}") as http, stack.client() as client:
+    async with aiohttp.ClientSession(f"http://{served.openai}") as http, served.client() as client:
+        num_resumed = await _num_resumed(http)
         expected = []
         for prompt, seed in asked:
             completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
@@ -46,26 +59,26 @@ async def test_streams_survive_the_death_of_each_service() -> None:
         assert undisturbed == expected[: len(PROMPTS)]
         for service in ("executor", "scheduler"):
             answers = asyncio.gather(*(streamed(http, prompt, seed=seed) for prompt, seed in asked))
-            await until(lambda: _is_running(stack, NUM_STREAMS), "all requests run")
-            stack.send(service, signal.SIGKILL)
+            await until(lambda: _is_running(served, NUM_STREAMS), "all requests run")
+            served.send(service, signal.SIGKILL)
             for events, text in zip(await answers, expected, strict=True):
                 assert content(events) == text, service
                 assert events[-1] == "[DONE]"
-        async with http.get("/metrics") as response:
-            assert f"quire_gateway_resumptions_total {NUM_STREAMS}.0" in (await response.text()).splitlines()
+        assert await _num_resumed(http) == num_resumed + NUM_STREAMS
 
 
 @pytest.mark.timeout(600)
-async def test_streams_of_one_gateway_survive_the_death_of_another() -> None:
+async def test_streams_of_one_gateway_survive_the_death_of_another(served: Stack) -> None:
     """Two gateways share a scheduler. The requests of the killed one are freed, and the other one's streams go on."""
     asked = [(prompt, seed) for prompt in PROMPTS[:3] for seed in (7, 8)]
     with ExitStack() as ending:
-        async with Stack(num_blocks=1024) as stack, stack.client() as client:
+        async with served.client() as client:
+            num_cancelled = await _num_cancelled(served)
             expected = []
             for prompt, seed in asked:
                 completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
                 expected.append(completion.text)
-            gateways = [_gateway(stack) for _ in range(2)]
+            gateways = [_gateway(served) for _ in range(2)]
             for gateway in gateways:
                 ending.callback(gateway.kill)
             doomed, other = (f"http://{each.line('ready ').split('openai=')[1].strip()}" for each in gateways)
@@ -73,27 +86,26 @@ async def test_streams_of_one_gateway_survive_the_death_of_another() -> None:
                 for session in (lost, http):
                     await until(lambda session=session: _is_healthy(session), "the gateway has found the scheduler")
                 broken = [asyncio.ensure_future(streamed(lost, prompt, max_tokens=1900)) for prompt in PROMPTS[:3]]
-                await until(lambda: _is_running(stack, len(broken)), "the requests of one gateway run")
+                await until(lambda: _is_running(served, len(broken)), "the requests of one gateway run")
                 answers = asyncio.gather(*(streamed(http, prompt, seed=seed) for prompt, seed in asked))
-                await until(lambda: _is_running(stack, len(broken) + len(asked)), "the requests of both run")
+                await until(lambda: _is_running(served, len(broken) + len(asked)), "the requests of both run")
                 gateways[0].send(signal.SIGKILL)
                 for outcome in await asyncio.gather(*broken, return_exceptions=True):
                     assert isinstance(outcome, aiohttp.ClientError)
                 for events, text in zip(await answers, expected, strict=True):
                     assert content(events) == text
                     assert events[-1] == "[DONE]"
-                await until(lambda: _is_running(stack, 0), "the requests of the killed gateway are gone")
+                await until(lambda: _is_running(served, 0), "the requests of the killed gateway are gone")
                 assert (await client.pool_summary()).num_active_blocks == 0
-                _, metrics = await stack.get("/metrics")
-                ended = [line for line in metrics.splitlines() if line.startswith("quire_requests_finished_total")]
-                (cancelled,) = [line for line in ended if 'reason="cancelled"' in line]
-                assert cancelled.endswith(f" {len(broken)}.0"), "they have not gone on to their end"
+                ended = await _num_cancelled(served) - num_cancelled
+                assert ended == len(broken), "they have not gone on to their end"
                 assert content(await streamed(http, asked[0][0], seed=asked[0][1])) == expected[0]
 
 
 @pytest.mark.timeout(600)
-async def test_answers_over_http() -> None:
-    async with served() as stack, aiohttp.ClientSession(f"http://{stack.openai}") as http, stack.client() as client:
+async def test_answers_over_http(served: Stack) -> None:
+    """It runs last, because it ends the services."""
+    async with aiohttp.ClientSession(f"http://{served.openai}") as http, served.client() as client:
         messages = [{"role": "user", "content": "Tell me about a cat."}]
         expected = await client.complete(messages, max_tokens=24, temperature=0)
         body = {"messages": messages, "max_tokens": 24, "temperature": 0}
@@ -110,8 +122,25 @@ async def test_answers_over_http() -> None:
             "/v1/completions", json={"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         ) as response:
             await response.content.readline()
-        await until(lambda: _is_running(stack, 0), "the blocks of the client that went away are free")
-        assert await stack.stop() == 0
+        await until(lambda: _is_running(served, 0), "the blocks of the client that went away are free")
+        assert await served.stop() == 0
+
+
+async def _num_resumed(http: aiohttp.ClientSession) -> float:
+    """Returns how many streams the gateway has continued."""
+    async with http.get("/metrics") as response:
+        return _value(await response.text(), "quire_gateway_resumptions_total ")
+
+
+async def _num_cancelled(stack: Stack) -> float:
+    """Returns how many requests the scheduler has cancelled since it was started."""
+    return _value((await stack.get("/metrics"))[1], 'quire_requests_finished_total{reason="cancelled"} ')
+
+
+def _value(metrics: str, name: str) -> float:
+    """Returns the value of a metric, which must be on the page."""
+    (value,) = (line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name))
+    return float(value)
 
 
 def _gateway(stack: Stack) -> Process:
