@@ -1,4 +1,4 @@
-"""Readiness follows the executor's progress on every interface, liveness does not, and a hung executor is replaced."""
+"""Readiness follows the executor's progress on every interface, liveness does not, and hung services are replaced."""
 
 import asyncio
 import signal
@@ -8,16 +8,19 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire import AsyncClient
+from quire import AsyncClient, UnavailableError
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import Job, StreamGroup, Undisturbed, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
 
 JOBS = mixed_jobs(16)
 SHORT = Job("Once upon a time", {"temperature": 0, "max_tokens": 20})
+LONG = Job("Once upon a time", {"temperature": 0, "max_tokens": 1500, "ignore_eos": True})
+"""It runs for seconds, so that it has not ended when a busy machine at last sends the signal."""
 FLAGS = {"step_timeout_s": 4.0, "max_num_seqs": sum(job.num_sequences for job in JOBS)}
 """The timeout is much longer than a step, and shorter than gRPC takes to notice that a peer hangs."""
 
+KILLED = "scheduler has not served for 4 s: killed"
 READY = {"health": "SERVING", "health of Generation": "SERVING", "/readyz": 200, "quire_ready": 1.0}
 NOT_READY = {"health": "NOT_SERVING", "health of Generation": "NOT_SERVING", "/readyz": 503, "quire_ready": 0.0}
 ALIVE = {"/healthz": 200, "health of Admin": "SERVING"}
@@ -108,6 +111,19 @@ async def test_an_idle_executor_that_is_lost_is_replaced(served: Stack, number: 
         await until_readiness(served, READY)
         assert served.pid("executor") not in (None, lost)
         assert differences(await outcomes(client, [SHORT]), expected) == []
+
+
+async def test_a_scheduler_that_is_stopped_is_replaced(served: Stack) -> None:
+    async with served.client(resume_timeout_s=0) as client:
+        streams = StreamGroup(client, [LONG]).start()
+        await streams.until(lambda streams: streams.all_have(3))
+        num_killed = served.log().count(KILLED)
+        stopped = served.send("scheduler", signal.SIGSTOP)
+        assert {type(failure) for failure in await streams.failures()} == {UnavailableError}
+        await until(lambda: served.pid("scheduler") not in (None, stopped))
+        await served.until_health("SERVING")
+        assert (await client.complete("Once upon a time", max_tokens=3)).text
+    assert served.log().count(KILLED) == num_killed + 1
 
 
 async def test_a_stopped_executor_that_continues_is_used_again(apart: Stack, undisturbed: Undisturbed) -> None:

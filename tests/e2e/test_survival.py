@@ -1,4 +1,4 @@
-"""`quire serve` outlives services that die again and again, and services that are stopped."""
+"""`quire serve` outlives services that die again and again."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from quire import AsyncClient, UnavailableError
+from quire import AsyncClient
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import Job, StreamGroup, differences, outcomes
 from tests.support.e2e.waiting import until
@@ -49,15 +49,3 @@ async def test_a_stream_is_complete_after_six_deaths_of_the_executor_in_a_row() 
                 assert streams.num_running == 1
             assert differences(await streams.ended(), expected) == []
         assert stack.serve.return_code is None
-
-
-async def test_a_scheduler_that_is_stopped_is_replaced() -> None:
-    with Stack(step_timeout_s=4) as stack:
-        async with stack.client(resume_timeout_s=0) as client:
-            streams = await started_stream(client)
-            stopped = stack.send("scheduler", signal.SIGSTOP)
-            assert {type(failure) for failure in await streams.failures()} == {UnavailableError}
-            await until(lambda: stack.pid("scheduler") not in (None, stopped))
-            await stack.until_health("SERVING")
-            assert (await client.complete("Once upon a time", max_tokens=3)).text
-        assert "scheduler has not served for 4 s: killed" in stack.log()
