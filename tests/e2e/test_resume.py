@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -112,6 +114,34 @@ async def test_requests_wait_for_a_scheduler_that_comes_back(served: Stack) -> N
         await until(lambda: not_running(killed), "the scheduler has ended")
         assert different_outputs(await outcomes(client, JOBS[:1]), expected) == []
         assert client.num_resumptions == 1
+
+
+async def generated(stack: Stack, *, is_disturbed: bool = False) -> tuple[bytes, str]:
+    """Returns what `quire generate` prints, and its notes. A disturbed run loses its scheduler after some text."""
+    words = [sys.executable, "-m", "quire", "generate", "--address", stack.grpc, "--n", "2", "--seed", "5"]
+    words += ["--max-tokens", "1000", "--ignore-eos", "--logprobs", "1", "--stats", "Once upon a time"]
+    process = await asyncio.create_subprocess_exec(*words, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    text = await process.stdout.readexactly(60)
+    if is_disturbed:
+        stack.send("scheduler", signal.SIGKILL)
+    rest, notes = await asyncio.gather(process.stdout.read(), process.stderr.read())
+    assert await process.wait() == 0
+    return text + rest, notes.decode()
+
+
+async def test_generate_prints_the_same_text_when_the_scheduler_is_killed(served: Stack) -> None:
+    await served.until_health("SERVING")
+    text, notes = await generated(served)
+    assert "broke off" not in notes
+    assert len(text) > 3000  # the scheduler is killed long before its last tokens
+    same_text, other_notes = await generated(served, is_disturbed=True)
+    assert same_text == text
+    lines = other_notes.splitlines()
+    assert [line for line in lines if not line.startswith("quire: ")] == notes.splitlines()
+    assert "the stream broke off" in other_notes
+    assert lines.count("quire: the stream continues") == 1
 
 
 async def test_a_request_fails_at_once_where_no_server_ever_was(tmp_path: Path) -> None:
