@@ -1,4 +1,4 @@
-"""If the executor or its network fails, streams pause and then continue with the same tokens."""
+"""If services or their network fail, or are replaced, streams pause and then continue with the same tokens."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,8 @@ from tests.support.e2e.waiting import until
 NUM_STREAMS = 32
 JOBS = mixed_jobs(NUM_STREAMS)
 NUM_SEQS = sum(job.num_sequences for job in JOBS)
+SERVICES = ("scheduler", "executor")
+DRAINING = "draining: new requests are refused"
 LONG_JOBS = mixed_jobs(8, num_tokens=600)  # most still run when a busy machine gets to the disturbance
 
 
@@ -238,6 +240,39 @@ async def has_lease(client: ExecutorClient, incarnation: str) -> bool:
         return False
     await stream.close()
     return True
+
+
+async def upgraded(stack: Stack, undisturbed: Undisturbed, *, breaks_off: bool) -> None:
+    """Replaces both services under streams; checks every token, and that both run as new processes."""
+    async with stack.client(wait_for_ready=True) as client:
+        expected = await undisturbed.outcomes(client, JOBS)
+        before, num_drained = {service: stack.pid(service) for service in SERVICES}, stack.log().count(DRAINING)
+
+        streams = StreamGroup(client, JOBS).start()
+        await streams.until(lambda streams: streams.all_have(5))
+        stack.serve.send(signal.SIGUSR2)
+        assert streams.most_run
+        if breaks_off:
+            await until(lambda: stack.pid("executor") not in (None, before["executor"]))
+            await stack.until_health("NOT_SERVING")
+            await until(lambda: stack.log().count(DRAINING) > num_drained)
+            stack.serve.send(signal.SIGUSR2)
+        assert differences(await streams.ended(), expected) == []
+
+        for service in SERVICES:
+            await until(lambda service=service: stack.pid(service) not in (None, before[service]))
+        await stack.until_health("SERVING")
+        assert differences(await outcomes(client, JOBS[:8]), expected[:8]) == []
+
+
+async def test_an_upgrade_lets_streams_end_before_the_scheduler_is_replaced(
+    served: Stack, undisturbed: Undisturbed
+) -> None:
+    await upgraded(served, undisturbed, breaks_off=False)
+
+
+async def test_streams_that_a_hasty_upgrade_breaks_off_are_continued(served: Stack, undisturbed: Undisturbed) -> None:
+    await upgraded(served, undisturbed, breaks_off=True)
 
 
 async def test_sigterm_drains_the_server(served: Stack, undisturbed: Undisturbed) -> None:
