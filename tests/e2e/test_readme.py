@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 import quire
 from quire.model_path import resolved_model
 from tests.support.e2e.process import ROOT, Process
-from tests.support.e2e.stack import TINY, Stack
+from tests.support.e2e.stack import TINY
 from tests.support.executor.checkpoints import make_checkpoint
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,7 +57,7 @@ COVERED = {
     "make protos": "test_make_targets",
     "make clean": "test_make_targets",
     "make bench": "test_make_bench",
-    "make serve": "test_make_serve",
+    "make serve": "test_commands_against_a_server",
     ".venv/bin/python -m bench scheduler-cost": "test_scheduler_cost",
     ".venv/bin/python -m bench shell-cost": "tests/bench/overhead/test_shell_cost.py measures with few clients",
     ".venv/bin/python -m bench paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
@@ -152,19 +153,22 @@ def test_scheduler_cost(tmp_path: Path) -> None:
     assert all(float(line.split()[2]) > 0 for line in table[1:])
 
 
-def test_make_serve() -> None:
+@pytest.fixture(scope="module")
+def make_serve() -> Iterator[dict[str, str]]:
+    """Runs `make serve`; yields the addresses of its ready line."""
     serve = Process("make serve", make_command("serve", f"ARGS={shlex.join(FREE_PORTS)}"))
     try:
-        assert "grpc=" in serve.line("ready ")
+        yield dict(word.split("=", 1) for word in serve.line("ready ").split()[1:])
     finally:
         serve.kill()
 
 
-def test_commands_against_a_server(stack: Stack) -> None:
+def test_commands_against_a_server(make_serve: dict[str, str]) -> None:
     mine = [command for command, test in COVERED.items() if test == "test_commands_against_a_server"]
+    mine.remove("make serve")  # it is the server
     wanted = {"--n 4": "--- 3 ---", "--beam-width": "--- 1, score -", "--logprobs": "most probable", " kv": "free"}
     for command in mine:
-        output = run(sys.executable, "-m", "quire", *shlex.split(command)[1:], "--address", stack.grpc)
+        output = run(sys.executable, "-m", "quire", *shlex.split(command)[1:], "--address", make_serve["grpc"])
         assert next((text for part, text in wanted.items() if part in command), ".") in output, command
 
 
@@ -193,20 +197,20 @@ def test_planning() -> None:
         assert wanted[words[0]] in run(sys.executable, "-m", "quire", *words)
 
 
-def test_python_of_the_pages(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_pages(make_serve: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (block for block in blocks("python") if "quire.Client()" in block)
-    exec(code.replace("quire.Client()", f"quire.Client({stack.grpc!r})"), {"quire": quire})  # noqa: S102
+    exec(code.replace("quire.Client()", f"quire.Client({make_serve['grpc']!r})"), {"quire": quire})  # noqa: S102
     assert {line[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")} == {"0", "1"}
 
 
-def test_openai_api_of_the_pages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openai_api_of_the_pages(make_serve: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     (command,) = (command for command, test in COVERED.items() if test == "test_openai_api_of_the_pages")
     (code,) = (block for block in blocks("python") if "openai.OpenAI(" in block)
-    with Stack(gateway=True, gateway_listen="127.0.0.1:0", num_blocks=256) as stack:
-        if shutil.which("curl"):
-            answer = subprocess.check_output(shlex.split(command.replace("127.0.0.1:8000", stack.openai)), timeout=60)
-            assert json.loads(answer)["choices"][0]["text"]
-        exec(code.replace("127.0.0.1:8000", stack.openai), {})  # noqa: S102
+    openai = make_serve["openai"]
+    if shutil.which("curl"):
+        answer = subprocess.check_output(shlex.split(command.replace("127.0.0.1:8000", openai)), timeout=60)
+        assert json.loads(answer)["choices"][0]["text"]
+    exec(code.replace("127.0.0.1:8000", openai), {})  # noqa: S102
     assert capsys.readouterr().out.strip()
 
 
