@@ -125,15 +125,6 @@ async def test_embedded_checkpoint_equals_transformers_in_a_pool_that_is_too_sma
         check_greedy(tiny, request, completion)
 
 
-async def test_embedded_checkpoint_ends_with_eos(stack: Stack, tiny: PreTrainedModel) -> None:
-    async with stack.client() as client:
-        completion = await client.complete("Once upon a time", temperature=0)
-    sequence = completion.sequences[0]
-    assert sequence.reason == "eos"
-    assert sequence.text.strip()
-    assert sequence.token_ids[-1] == tiny.generation_config.eos_token_id
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
     directory: Path = tmp_path_factory.mktemp(request.param)

@@ -134,6 +134,13 @@ async def test_logprobs_are_aligned_with_tokens_when_text_is_held_back(client: A
     assert stopped.sequences[0].logprobs == plain.sequences[0].logprobs[:count]
 
 
+async def test_greedy_output_ends_with_eos(client: AsyncClient, tiny: PreTrainedModel) -> None:
+    sequence = (await client.complete("Once upon a time", temperature=0)).sequences[0]
+    assert sequence.reason == "eos"
+    assert sequence.text.strip()
+    assert sequence.token_ids[-1] == tiny.generation_config.eos_token_id
+
+
 async def test_a_prompt_of_one_token_has_no_logprobs(client: AsyncClient) -> None:
     completion = await client.complete([300], prompt_logprobs=3, max_tokens=2)
     assert completion.prompt_logprobs == ()
