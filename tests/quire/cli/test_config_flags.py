@@ -1,5 +1,6 @@
 """Flags generated from configuration classes."""
 
+import asyncio
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import quire.cli.main
 from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
+from quire.cli import exit_codes
 from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
 from quire.cli.services import EXECUTOR_HOP, GATEWAY_OWN, SCHEDULER_HOP, on_free_ports, service_pair
@@ -304,3 +306,21 @@ def test_every_setting_of_the_gateway_has_a_flag(monkeypatch: pytest.MonkeyPatch
     assert seen == [GatewayConfig(schedulers_file="addresses")]
     CliRunner().invoke(quire.cli.main.app, ["gateway"])
     assert seen[1] == GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["serve", "--frobnicate"], "--frobnicate"),
+        (["scheduler", "--block-size=16"], "--block-size"),
+        (["serve", "--max-in-flight=0"], "max_in_flight"),
+        (["serve", "--policy=shortest"], "policy"),
+        (["serve", "--dtype=float8"], "dtype"),
+        (["serve", "--listen=nowhere"], "listen"),
+    ],
+)
+def test_an_invalid_flag_is_reported(words: list[str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "run", lambda _: pytest.fail("services were started"))
+    result = CliRunner().invoke(quire.cli.main.app, words)
+    assert result.exit_code == exit_codes.USAGE
+    assert problem in result.stderr.splitlines()[-1]

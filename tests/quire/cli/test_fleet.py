@@ -1,5 +1,6 @@
 """`quire fleet` waits for its parts: with a controller over a fake backend."""
 
+import re
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from fleet.settings import FleetSettings
 from fleet.wanted import Wanted
 from quire.cli import exit_codes
 from quire.cli import fleet as cli
+from quire.cli.main import app
 from tests.support.fleet.world import FakeBackend
 
 
@@ -99,3 +101,30 @@ def test_a_name_that_no_fleet_can_have_is_refused(name: str) -> None:
     result = CliRunner().invoke(cli.app, ["status", "--name", name])
     assert result.exit_code == exit_codes.USAGE
     assert "name must have at most 40" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--scheduler-flags", "--no-such-flag 1"], "--scheduler-flags: .*--no-such-flag"),
+        (["--executor-flags", "--dtype int4"], "--executor-flags: dtype"),
+        (["--executor-flags", "'unbalanced"], "--executor-flags"),
+        (
+            ["--executor-flags", "--listen-address 0.0.0.0:1"],
+            "--executor-flags: the fleet itself sets --listen-address",
+        ),
+        (["--gateway-flags", "--scheduler a:1"], "--gateway-flags: the fleet itself sets --scheduler"),
+        (["--gateway-flags", "--help"], "--gateway-flags"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--name", "../up"], "name"),
+        (["--gateway-listen", "8000"], "gateway_listen"),
+        (["--min-replicas", "2"], "target_ttft_ms"),
+        (["--target-ttft-ms", "500", "--min-replicas", "3", "--max-replicas", "2"], "min_replicas"),
+        (["--replicas", "1000"], "128"),
+    ],
+)
+def test_wrong_flags_start_nothing(flags: list[str], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "fleet_client", lambda *_: pytest.fail("a fleet was started"))
+    result = CliRunner().invoke(app, ["fleet", "up", "--name", "wrong", *flags])
+    assert result.exit_code == exit_codes.USAGE, result.stderr
+    assert re.search(problem, result.stderr), result.stderr
