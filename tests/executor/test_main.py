@@ -189,6 +189,12 @@ def test_a_config_json_that_cannot_be_computed_exits_with_its_code(fields, messa
     assert message in refusal(config, capfd)
 
 
+def test_missing_weights_exit_with_its_code(tmp_path, capfd) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    config = ExecutorConfig(model=str(tmp_path), listen_address="127.0.0.1:0", metrics_address="", device="cpu")
+    assert f"{tmp_path}: no safetensors file" in refusal(config, capfd)
+
+
 def test_sigterm_while_loading_exits_cleanly(monkeypatch) -> None:
     monkeypatch.setattr("executor.main.load_model", lambda config, say: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)

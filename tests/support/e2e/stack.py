@@ -116,9 +116,13 @@ class Stack:
             flags |= {"listen": self.grpc, "http_listen": self.http}
         return self._launch("scheduler", flags, self._scheduler_command)
 
-    async def restart_scheduler(self, **flags: Any) -> None:
-        """Ends the scheduler (apart only) and starts it again at the same address, with these flags changed."""
+    async def restart_scheduler(self, command: tuple[str, ...] = (), **flags: Any) -> None:
+        """Ends the scheduler (apart only) and starts it again at the same address, with these flags changed.
+
+        command  runs `quire` for this scheduler and the next ones, if it is given
+        """
         self.flags |= flags
+        self._scheduler_command = command or self._scheduler_command
         await self.ended(self.scheduler, signal.SIGTERM)
         await asyncio.to_thread(self._await_ready_line, self.launch_scheduler())
 
