@@ -58,6 +58,27 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+ONE_SERVER = (
+    tuple(f"tests/deploy/test_{name}.py" for name in ("names", "operations_page", "queries")),
+    tuple(f"tests/e2e/test_{name}.py" for name in ("beams", "resumed_streams", "sampling", "sharing")),
+    ("tests/gateway/clients/test_openai_",),
+)
+"""Beginnings of the paths of files that share a server, which a fixture of their folder starts in each process."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives the files that share a server to one worker, if workers share the suite by files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((paths[0] for paths in ONE_SERVER if file.startswith(paths)), file)
+
+    return ByServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Moves the files with longer time-outs to the front, if workers share the suite by files.
