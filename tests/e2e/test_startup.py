@@ -109,7 +109,7 @@ def test_a_port_in_use_is_reported(flag: str, taken_address: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
 def test_a_port_in_use_is_reported_by_the_scheduler(flag: str, taken_address: str) -> None:
-    """Of the executor, test_main.py in tests/executor checks it."""
+    """The ports of the executor are checked in tests/executor/test_main.py."""
     others = [free for free in FREE_PORTS[:2] if not free.startswith(f"{flag}=")]
     found = run_quire("scheduler", f"{flag}={taken_address}", *others)
     found.check(exit_codes.ADDRESS_IN_USE, taken_address, "in use")
