@@ -129,18 +129,18 @@ async def test_answers_over_http(served: Stack) -> None:
 async def _num_resumed(http: aiohttp.ClientSession) -> float:
     """Returns how many streams the gateway has continued."""
     async with http.get("/metrics") as response:
-        return _value(await response.text(), "quire_gateway_resumptions_total ")
+        return _value(await response.text(), "quire_gateway_resumptions_total")
 
 
 async def _num_cancelled(stack: Stack) -> float:
     """Returns how many requests the scheduler has cancelled since it was started."""
-    return _value((await stack.get("/metrics"))[1], 'quire_requests_finished_total{reason="cancelled"} ')
+    return _value((await stack.get("/metrics"))[1], "quire_requests_finished_total", 'reason="cancelled"')
 
 
-def _value(metrics: str, name: str) -> float:
-    """Returns the value of a metric, which must be on the page."""
-    (value,) = (line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name))
-    return float(value)
+def _value(metrics: str, name: str, label: str = "") -> float:
+    """Returns the value of a metric, which must be on the page once, with this label."""
+    (line,) = (line for line in metrics.splitlines() if line.startswith(name) and label in line)
+    return float(line.rpartition(" ")[2])
 
 
 def _gateway(stack: Stack) -> Process:
