@@ -56,6 +56,7 @@ async def replace_when_hung(
         if pid is not None and num_failed >= (_NUM_CHECKS if has_served else num_load_checks):
             problem = f"served for {timeout_s:g} s" if has_served else f"printed a line for {load_timeout_s:g} s"
             await supervisor.end_hung(name, f"has not {problem}")
+            num_failed = 0  # the system may take a while to end a killed process
         await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
 
 

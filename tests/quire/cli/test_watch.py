@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,24 @@ async def test_up_to_three_failed_checks_are_tolerated() -> None:
         await until(lambda: not answers)
         assert it.lines == ["ready at an address"]
         watch.cancel()
+
+
+async def test_a_killed_process_that_has_not_ended_yet_is_not_killed_at_each_check() -> None:
+    num_checks, killed_at = 0, []
+
+    async def probe(timeout_s: float) -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        return False
+
+    async def end_hung(name: str, problem: str) -> None:
+        killed_at.append(num_checks)
+
+    process: Any = SimpleNamespace(pid=lambda _: 7, has_said_ready=lambda _: True, end_hung=end_hung)
+    watch = asyncio.create_task(replace_when_hung(process, "executor", probe, 0.02, 3600.0))
+    await until(lambda: num_checks >= 13)
+    watch.cancel()
+    assert killed_at[:3] == [4, 8, 12]
 
 
 async def test_an_address_without_a_server_is_not_serving() -> None:
