@@ -23,7 +23,7 @@ from quire.addresses import with_port
 
 EXIT_NOT_RUN = 77
 WAIT_S = 300.0
-MAX_SCHEDULER_MB = 240
+MAX_SCHEDULER_MB = 230
 PROMPT = "Once upon a time"
 NUM_SAMPLES = 16
 NUM_TOKENS = 1500

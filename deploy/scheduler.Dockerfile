@@ -22,10 +22,12 @@ COPY quire quire
 COPY planning planning
 COPY bench bench
 COPY models/tiny models/tiny
+# numpy's wheel contains 19 MB of its own tests.
 RUN python3 -m venv /src/build && build/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt \
  && build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir dist . \
  && /opt/quire/bin/pip install --no-cache-dir --no-deps dist/*.whl \
- && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools
+ && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools \
+ && find /opt/quire/lib/python3*/site-packages/numpy -type d -name tests -prune -exec rm -r {} +
 
 FROM ${BASE_IMAGE}
 # A new volume takes owner and mode of the directory in the image. /run/quire holds the socket file of the executor.
