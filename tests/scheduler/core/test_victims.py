@@ -1,6 +1,6 @@
 """The victim of a preemption is cheap to compute again, and belongs to a tenant that is over its share (I23)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
@@ -39,10 +39,11 @@ def recomputed(outcomes: list[Outcome]) -> int:
     return sum(outcome.num_recomputed for outcome in outcomes)
 
 
-def compare(patch: pytest.MonkeyPatch, seeds: range) -> dict[str, tuple[int, int]]:
+def compare(patch: pytest.MonkeyPatch, seeds: Mapping[str, range]) -> dict[str, tuple[int, int]]:
     """Returns the recomputed tokens of each shape: by cost, and in the order that was used before."""
     return {
-        shape: (recomputed(run(shape, seeds)), recomputed(run_without_costs(patch, shape, seeds))) for shape in SHAPES
+        shape: (recomputed(run(shape, some)), recomputed(run_without_costs(patch, shape, some)))
+        for shape, some in seeds.items()
     }
 
 
@@ -51,15 +52,17 @@ def total_ratio(tokens: dict[str, tuple[int, int]]) -> float:
 
 
 def test_under_overload_fewer_tokens_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert total_ratio(compare(monkeypatch, range(2))) <= 0.95
+    assert total_ratio(compare(monkeypatch, dict.fromkeys(SHAPES, range(2)))) <= 0.95
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_no_shape_of_overload_recomputes_many_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pool of four or five sequences the choice is small: there 8 % more tokens are recomputed (12 seeds)."""
-    tokens = compare(monkeypatch, range(12))
-    assert total_ratio(tokens) <= 0.91
+    # The two shapes whose ratio is nearest to its limit, and differs most from seed to seed, need more of them.
+    more = dict.fromkeys(("small pool", "some long prompts"), range(12))
+    tokens = compare(monkeypatch, dict.fromkeys(SHAPES, range(6)) | more)
+    assert total_ratio(tokens) <= 0.9
     assert all(new <= 1.1 * old for new, old in tokens.values()), tokens
     for shape in ("mixed, no prefix cache", "some long prompts", "samples, no prefix cache", "shared heads"):
         assert tokens[shape][0] <= 0.9 * tokens[shape][1], tokens

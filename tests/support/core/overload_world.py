@@ -102,7 +102,7 @@ class Overload:
             for sequence, num_cached in in_flight[-1].admitted:
                 self._num_recomputed += max(0, self._lost.pop(sequence, 0) - num_cached)
         if in_flight:
-            token_ids = [self._random.randrange(1000) for _ in in_flight[0].sampled]
+            token_ids = self._random.choices(range(1000), k=len(in_flight[0].sampled))
             self.scheduler.commit(StepResult(1, in_flight[0].step_id, token_ids))
 
     def _draw(self, request_id: int) -> Request:
