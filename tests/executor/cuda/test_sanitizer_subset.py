@@ -17,7 +17,11 @@ from tests.support.executor.plan_driver import PlanDriver
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.mark.parametrize(("name", "seed"), [("llama-biases", 48), ("qwen2-window", 49), ("qwen3", 20)])
+# Without a GPU there is nothing to sanitize, and test_runner.py compares these streams and families: one run is enough.
+STREAMS = [("llama-biases", 48), ("qwen2-window", 49), ("qwen3", 20)]
+
+
+@pytest.mark.parametrize(("name", "seed"), STREAMS if DEVICE.type == "cuda" else STREAMS[:1])
 def test_a_short_stream(name, seed, checkpoint) -> None:
     """Prompts in chunks, decodes in graphs, copies of blocks and forks, greedy and drawn."""
     both = make_pair(checkpoint(name).directory, DEVICE, captures=True, max_num_seqs=4)

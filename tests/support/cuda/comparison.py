@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.support.cuda.random_streams import RandomStream
 
 # In the interpreter, a step takes a quarter of a second, so these seeds make every event happen early.
-NUM_STEPS = 60 if DEVICE.type == "cuda" else 25
+NUM_STEPS = 60 if DEVICE.type == "cuda" else 16
 
 
 ALL_KINDS = (
