@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from gateway.api.errors import ApiError
-from gateway.http.browsers import UNKNOWN_HOST
-from quire.static_files import StaticFile, read_files
+from quire.http.static_files import StaticFile, read_files
 
 if TYPE_CHECKING:
-    from quire.allowed_hosts import AllowedHosts
+    from quire.http.allowed_hosts import AllowedHosts
 
 STATIC = Path(__file__).parent / "static"
 _INDEX = "index.html"
 _LINK_MARK = "<!-- link to the live page -->"
+
+
+UNKNOWN_HOST = "this host name is not one of --allowed-hosts"
 
 
 class ChatPage:

@@ -24,11 +24,11 @@ from quire.v1 import tokenization_pb2
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from gateway.http.bodies import RequestBodies
     from gateway.http.model_tools import ServedModelTools
     from gateway.http.served_models import ServedModels
     from gateway.metrics import GatewayMetrics
     from gateway.schedulers.schedulers import Schedulers
+    from quire.http.json_bodies import JsonBodies
     from quire.slow_readers import SlowReaders
     from quire.v1 import generation_pb2 as pb
 
@@ -54,7 +54,7 @@ class GenerationHandler:
         schedulers: Schedulers,
         models: ServedModels,
         tools: ServedModelTools,
-        bodies: RequestBodies,
+        bodies: JsonBodies,
         metrics: GatewayMetrics,
         readers: SlowReaders,
         max_open: int,

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gateway.api.errors import ApiError
-    from gateway.http.bodies import RequestBodies
     from gateway.http.served_models import ServedModels
     from gateway.metrics import GatewayMetrics
     from gateway.schedulers.open_requests import OpenRequests
     from gateway.schedulers.schedulers import Schedulers
+    from quire.http.json_bodies import JsonBodies
 
 _MAX_KNOWN = 64
 """Callers that may read the metrics while no scheduler answers."""
@@ -44,7 +44,7 @@ class Pages:
         self,
         schedulers: Schedulers,
         models: ServedModels,
-        bodies: RequestBodies,
+        bodies: JsonBodies,
         metrics: GatewayMetrics,
         requests: OpenRequests,
         *,

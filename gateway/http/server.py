@@ -14,22 +14,22 @@ from gateway.api.anthropic import parse_message
 from gateway.api.anthropic_answer import error_body as anthropic_error
 from gateway.api.chat import parse_chat
 from gateway.api.completions import parse_completion
-from gateway.api.errors import ApiError, from_quire_error
+from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.api.responses import parse_response
-from gateway.http.bodies import RequestBodies
-from gateway.http.browsers import refused_page
-from gateway.http.chat_page import ChatPage
+from gateway.http.chat_page import UNKNOWN_HOST, ChatPage
 from gateway.http.generation import GenerationHandler
 from gateway.http.model_tools import ServedModelTools
 from gateway.http.pages import Pages
 from gateway.http.served_models import ServedModels
 from gateway.metrics import GatewayMetrics
 from quire.addresses import HostPort, at_port, is_local, listen_error
-from quire.allowed_hosts import AllowedHosts
 from quire.errors import InternalError
-from quire.http_runner import http_runner
+from quire.http.allowed_hosts import AllowedHosts
+from quire.http.browsers import is_of_another_origin, is_sent_by_a_browser
+from quire.http.json_bodies import BodyBounds, BodyRefused, JsonBodies
+from quire.http.runner import http_runner
+from quire.http.unread_bodies import UnreadBodies
 from quire.slow_readers import SlowReaders
-from quire.unread_bodies import UnreadBodies
 
 if TYPE_CHECKING:
     import ssl
@@ -41,6 +41,15 @@ if TYPE_CHECKING:
     Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 log = logging.getLogger(__name__)
+
+MAX_JSON_MARKS = 250_000
+"""Most commas, colons and opening brackets of a body. A prompt of 200,000 token ids has fewer."""
+
+MAX_HELD_BYTES = 64 << 20
+"""Bytes of all bodies that are arriving at the same time."""
+
+MAX_HELD_BYTES_OF_AN_ADDRESS = 16 << 20
+"""The same for the clients of one network address."""
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
@@ -64,7 +73,8 @@ class GatewayServer:
         self._hosts = AllowedHosts(*config.hosts)
         self._tls = tls
         self.metrics = GatewayMetrics(schedulers)
-        bodies = RequestBodies(config.max_body_bytes)
+        bounds = BodyBounds(config.max_body_bytes, MAX_JSON_MARKS, MAX_HELD_BYTES, MAX_HELD_BYTES_OF_AN_ADDRESS)
+        bodies = JsonBodies(bounds)
         models = ServedModels(schedulers, config.model_names)
         tools = ServedModelTools(schedulers, config.tool_format)
         self._readers = SlowReaders(config.stalled_reader_timeout_s, self.metrics.slow_readers.inc)
@@ -200,13 +210,22 @@ class GatewayServer:
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Raises ApiError, also for unknown paths and for pages of other sites."""
-        if (why := refused_page(request, self._hosts)) is not None:
-            raise ApiError(why, status=403, kind="permission_error", code="permission_denied")
+        if is_of_another_origin(request):
+            raise _forbidden("a page of another origin may not use this API")
+        if is_sent_by_a_browser(request) and not self._hosts.allow(request.host):
+            raise _forbidden(UNKNOWN_HOST)
         try:
             return await handler(request)
+        except BodyRefused as refused:
+            message = f"the body {refused.problem}"
+            raise unavailable(message) if refused.status == 503 else ApiError(message, status=refused.status) from None
         except web.HTTPException as error:
             message = f"{error.reason} ({request.method} {request.path[:200]})"
             raise ApiError(message, status=error.status, allow=error.headers.get("Allow")) from None
+
+
+def _forbidden(message: str) -> ApiError:
+    return ApiError(message, status=403, kind="permission_error", code="permission_denied")
 
 
 def _has_no_transport(protocol: asyncio.Protocol) -> bool:

@@ -27,13 +27,13 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 
-from quire.static_files import HEADERS
+from quire.http.browsers import is_of_another_origin
+from quire.http.json_bodies import BodyBounds, BodyRefused, JsonBodies
+from quire.http.static_files import HEADERS
 from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
 from scheduler.identity.identity import CALLER
-from scheduler.live.browser_safety import is_cross_origin
-from scheduler.live.request_body import RequestBodies
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
 from scheduler.requests.status import ReaderStalled, code_of, status_of
@@ -71,20 +71,22 @@ NOT_IN_JSON = {"logit_bias"}
 """Fields that JSON cannot express: it has no integer keys."""
 
 
+BODY_BOUNDS = BodyBounds(
+    max_bytes=1 << 20, max_marks=64_000, max_held_bytes=32 << 20, max_held_bytes_of_an_address=16 << 20
+)
+
+
 class CompletionHandler:
     """Handles POST /live/completions. Closing the connection cancels the request."""
 
     def __init__(self, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
         self._intake = intake
         self._stalled_reader_timeout_s = stalled_reader_timeout_s
-        self._bodies = RequestBodies()
+        self._bodies = JsonBodies(BODY_BOUNDS)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if is_cross_origin(request):
+        if is_of_another_origin(request):
             return _refusal(403, "PERMISSION_DENIED", "a page of another origin may not ask for completions")
-        if request.content_type != "application/json":
-            # A form of another site can send other types without a preflight request.
-            return _refusal(415, "INVALID_ARGUMENT", "the body must be application/json")
         response = web.StreamResponse(
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
@@ -116,16 +118,23 @@ class CompletionHandler:
     async def _read(self, request: web.Request, caller: Caller) -> RequestFields:
         """Returns the fields of a request. Reports a refusal to the intake before raising it."""
         try:
-            return read_fields(await self._bodies.read_json(request))
-        except QuireError as error:
-            self._intake.refused(RequestFields(), caller, error)
-            raise
+            return await self._bodies.read(request, read_fields)
+        except BodyRefused as refused:
+            error = _error_of(refused)
+        except QuireError as refused:
+            error = refused
+        self._intake.refused(RequestFields(), caller, error)
+        raise error
 
 
 def abort(request: web.Request) -> None:
     """Closes the connection of a client that reads nothing. The end of a response would wait until it reads again."""
     if request.transport is not None:
         request.transport.abort()
+
+
+def _error_of(refused: BodyRefused) -> QuireError:
+    return QueueFull("too many bodies are arriving") if refused.status == 503 else InvalidRequest({"": refused.problem})
 
 
 def _caller(request: web.Request) -> Caller:

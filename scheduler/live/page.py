@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from quire.static_files import HEADERS, read_files
+from quire.http.browsers import is_of_another_origin
+from quire.http.static_files import HEADERS, read_files
 from scheduler.core import QueueFull
-from scheduler.live.browser_safety import is_cross_origin
 from scheduler.live.completions import CompletionHandler, abort, error_response
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LivePage:
         return web.json_response({"has_chat_template": self._intake.has_chat_template}, headers=HEADERS)
 
     async def _send_events(self, request: web.Request) -> web.StreamResponse:
-        if is_cross_origin(request):
+        if is_of_another_origin(request):
             raise web.HTTPForbidden(headers=HEADERS, text="a page of another origin may not watch\n")
         try:
             with self._feed.viewer() as viewer:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from quire.static_files import HEADERS
+from quire.http.static_files import HEADERS
 from quire.tls import certificate_names
 from scheduler.identity.identity import CALLER, Unauthenticated
 from scheduler.identity.permissions import OPEN, ROUTES

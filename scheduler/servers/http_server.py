@@ -10,13 +10,13 @@ from weakref import WeakSet
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
-from quire.allowed_hosts import AllowedHosts
-from quire.http_runner import http_runner
+from quire.http.allowed_hosts import AllowedHosts
+from quire.http.runner import http_runner
+from quire.http.static_files import HEADERS
+from quire.http.unread_bodies import UnreadBodies
 from quire.loop_heartbeat import LoopHeartbeat
 from quire.slow_readers import SlowReaders
-from quire.static_files import HEADERS
 from quire.tls import ssl_context
-from quire.unread_bodies import UnreadBodies
 from scheduler.core import QueueFull
 from scheduler.servers.access import Access
 from scheduler.servers.descriptors import max_http_connections

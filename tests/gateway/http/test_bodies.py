@@ -1,17 +1,11 @@
 """Bodies whose form is wrong: compressed in another way than they say, or with too many levels."""
 
-import asyncio
 import gzip
 import json
-from typing import Any
 
 import pytest
-from multidict import CIMultiDict
 
-from gateway.api.errors import ApiError
 from gateway.api.fields import MAX_ITEMS
-from gateway.http import bodies
-from gateway.http.bodies import FREE_BYTES, RequestBodies
 from tests.support.gateway.rig import CHAT, Rig
 
 
@@ -64,96 +58,6 @@ async def test_the_levels_of_a_body_are_bounded(path: str, is_streamed: bool) ->
         headers = {"Content-Type": "application/json"}
         async with rig.http.post("/v1/chat/completions", data=data, headers=headers) as response:
             assert response.status == 200  # brackets within a text are no levels
-
-
-class Body:
-    """A request whose body has arrived."""
-
-    content_type = "application/json"
-    content_length = None
-    headers: CIMultiDict[str] = CIMultiDict()
-
-    def __init__(self, remote: str, size: int) -> None:
-        self.remote = remote
-        self._data = json.dumps({"from": remote, "a": "a" * size}).encode()
-
-    @property
-    def content(self) -> Any:
-        return self
-
-    async def iter_any(self) -> Any:
-        yield self._data
-
-
-class Reading:
-    """Reads bodies, and keeps from which addresses they came, in the order in which they were parsed."""
-
-    def __init__(self) -> None:
-        self.bodies = RequestBodies(1 << 20)
-        self.parsed: list[str] = []
-
-    def begin(self, remote: str, size: int) -> asyncio.Task[None]:
-        return asyncio.create_task(self.bodies.read(Body(remote, size), self._parse))  # type: ignore[arg-type]
-
-    def _parse(self, value: Any) -> None:
-        self.parsed.append(value["from"])
-
-    async def until_idle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
-async def test_large_bodies_are_parsed_one_after_the_other_and_addresses_take_turns() -> None:
-    reading = Reading()
-    await reading.bodies._turns.take("other")
-    large = [reading.begin(remote, FREE_BYTES) for remote in ("a", "a", "a", "b")]
-    await reading.until_idle()
-    assert reading.parsed == []
-    await reading.begin("c", 10)
-    assert reading.parsed == ["c"], "a small body does not wait"
-    reading.bodies._turns.end()
-    await asyncio.gather(*large)
-    assert reading.parsed == ["c", "a", "b", "a", "a"]
-
-
-async def test_a_request_that_is_cancelled_gives_its_turn_back() -> None:
-    reading = Reading()
-    await reading.bodies._turns.take("other")
-    waiting, cancelled, last = (reading.begin("a", FREE_BYTES) for _ in range(3))
-    await reading.until_idle()
-    cancelled.cancel()
-    await reading.until_idle()
-    reading.bodies._turns.end()
-    waiting.cancel()  # in the iteration of the loop in which it gets its turn
-    await asyncio.gather(waiting, cancelled, return_exceptions=True)
-    await last
-    assert reading.parsed == ["a"]
-    assert not reading.bodies._num_held_bytes
-
-
-async def test_the_next_large_body_is_parsed_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_MAX_SHARE", 1e-9)  # the pause after the first one does not end
-    reading = Reading()
-    await reading.begin("a", FREE_BYTES)
-    second = reading.begin("b", FREE_BYTES)
-    await asyncio.sleep(0.05)
-    assert reading.parsed == ["a"]
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
-
-
-async def test_bodies_of_one_address_do_not_fill_the_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_HELD_BYTES_OF_AN_ADDRESS", 3 * FREE_BYTES)
-    reading = Reading()
-    await reading.bodies._turns.take("other")
-    waiting = [reading.begin("a", 2 * FREE_BYTES), reading.begin("b", 2 * FREE_BYTES)]
-    await reading.until_idle()
-    with pytest.raises(ApiError, match="too many bodies") as raised:
-        await reading.begin("a", 4 * FREE_BYTES)
-    assert (raised.value.status, raised.value.code) == (503, "service_unavailable")
-    reading.bodies._turns.end()
-    await asyncio.gather(*waiting)
-    assert not reading.bodies._num_held_bytes
 
 
 MANY = MAX_ITEMS + 1

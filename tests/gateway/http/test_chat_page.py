@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gateway.http.chat_page import STATIC
-from quire.static_files import HEADERS
+from quire.http.static_files import HEADERS
 from tests.support.gateway.rig import Rig
 
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.http import bodies as body_bounds
+from gateway.http import server
 from gateway.http import server as server_bounds
-from quire import unread_bodies
+from quire.http import json_bodies, unread_bodies
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import MODEL, Answer, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig, content
@@ -125,7 +125,7 @@ async def test_other_content_types_are_refused() -> None:
 
 
 async def test_a_body_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_bounds, "MAX_BODY_S", 0.1)
+    monkeypatch.setattr(json_bodies, "MAX_BODY_S", 0.1)
     async with Rig() as rig:
         head = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: 50"
         reader, writer = await raw(rig, head, b"{")
@@ -134,7 +134,7 @@ async def test_a_body_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_bodies_that_never_end_keep_ordinary_ones_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_bounds, "MAX_HELD_BYTES", 2**18)
+    monkeypatch.setattr(server, "MAX_HELD_BYTES", 2**18)
     async with Rig() as rig:
         head = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: 1000000"
         writers = [(await raw(rig, head, b" " * 200_000))[1] for _ in range(6)]

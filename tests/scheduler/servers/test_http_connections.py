@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from quire import http_runner
+from quire.http import runner
 from scheduler.servers.http_server import HttpServer
 from scheduler.telemetry.limits import NUM_LIMITED, STALLED_READERS
 from scheduler.telemetry.metrics import SchedulerMetrics
@@ -80,7 +80,7 @@ async def test_a_body_behind_an_unknown_expectation_is_not_read(server: HttpServ
 async def test_a_connection_without_a_further_request_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_runner, "KEEPALIVE_S", 0.2)
+    monkeypatch.setattr(runner, "KEEPALIVE_S", 0.2)
     server = made()
     await server.start("127.0.0.1:0")
     assert b" 200 " in await exchanged(server, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")

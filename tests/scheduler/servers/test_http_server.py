@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from quire import unread_bodies
 from quire.addresses import AddressInUse
+from quire.http import unread_bodies
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.identity.identity import Identity, Role
 from scheduler.identity.key_file import add_key

@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.static_files import HEADERS
+from quire.http.static_files import HEADERS
 from scheduler.engine.engine import Engine
 from scheduler.live.feed import LiveFeed
 from scheduler.live.plan_log import PlanLog

@@ -7,8 +7,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from quire import unread_bodies
-from quire.unread_bodies import UnreadBodies
+from quire.http import unread_bodies
+from quire.http.unread_bodies import UnreadBodies
 from tests.support.waiting import until
 
 NUM_BYTES = 64 << 20
