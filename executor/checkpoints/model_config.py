@@ -29,7 +29,7 @@ class Family:
     """The traits of an architecture that config.json leaves out or that its classes hard-wire.
 
     qkv_bias, output_bias   True or False; None: the field `attention_bias` decides
-    has_window              `sliding_window` applies to all layers
+    has_window              `sliding_window` applies to all layers, or to those that `layer_types` chooses
     layer_windows           `use_sliding_window` and `layer_types` choose the layers with a sliding window
     mlp_bias                the field `mlp_bias` decides; without it, there is none
     num_kv_heads            default of `num_key_value_heads`; None: as many as there are heads
@@ -190,12 +190,12 @@ def _refuse_unsupported_fields(content: Mapping[str, Any]) -> None:
 
 def _windows(config: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
     window = config.nullable_size("sliding_window", absent=_ABSENT_WINDOW)
-    if not family.layer_windows:
-        return (window or 0 if family.has_window else 0,) * num_layers
-    if not config.flag("use_sliding_window", False):
+    if family.layer_windows and not config.flag("use_sliding_window", False):
         window = None
+    if not (family.has_window or family.layer_windows):
+        return (0,) * num_layers
     if (layer_types := config.strings("layer_types")) is None:
-        first = config.count("max_window_layers", 28)
+        first = config.count("max_window_layers", 28) if family.layer_windows else 0
         return tuple((window or 0) if layer >= first else 0 for layer in range(num_layers))
     if len(layer_types) != num_layers:
         raise CheckpointError(f"layer_types: {len(layer_types)} entries for {num_layers} layers")

@@ -75,6 +75,14 @@ def test_model_type_replaces_missing_architectures() -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9, 9, 9, 9)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (0, 0, 0, 0)),
         ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        (
+            {
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 9,
+                "layer_types": ["full_attention", *["sliding_attention"] * 3],
+            },
+            (0, 9, 9, 9),
+        ),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}, (0, 0, 0, 0)),
         (
             {

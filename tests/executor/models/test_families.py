@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.support.executor.checkpoints import FAMILIES, make_checkpoint
+from tests.support.executor.checkpoints import FAMILIES, RandomCheckpoint, make_checkpoint
 from tests.support.executor.plan_driver import LogitsRecorder, PlanDriver, generate
 
 NUM_TOKENS = 24
@@ -89,3 +92,15 @@ def test_shards_load_like_one_file(tmp_path, make_runner) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = source.prompt(9)
     assert generate(make_runner(tmp_path), [prompt], 8) == [source.greedy(prompt, 8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("mistral-window", {"layer_types": ["full_attention", "sliding_attention"]})]
+)
+def test_fields_that_the_class_does_not_save_are_read_as_by_transformers(name, changes, tmp_path, make_runner) -> None:
+    make_checkpoint(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    source = RandomCheckpoint(name, AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tmp_path)
+    prompt = source.prompt(37)
+    assert generate(make_runner(tmp_path), [prompt], NUM_TOKENS) == [source.greedy(prompt, NUM_TOKENS)]
