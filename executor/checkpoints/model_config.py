@@ -72,6 +72,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
+    "is_causal": (True,),
     "num_local_experts": (None, 0),
     "num_experts": (None, 0),
 }

@@ -176,6 +176,7 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+        ({"is_causal": False}, "is_causal: False is not supported"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
         ({"architectures": ..., "model_type": ["llama"]}, "architecture ['llama'] is not supported"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architecture ['LlamaForCausalLM'] is not supported"),
