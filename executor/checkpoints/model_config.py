@@ -180,6 +180,9 @@ def _architecture(content: Mapping[str, Any]) -> str:
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         found = architecture or content.get("model_type")
         raise CheckpointError(f"architecture {found!r} is not supported; known: {', '.join(FAMILIES)}")
+    # Transformers goes by model_type. Llama and Mistral have the same weights, but not the same windows.
+    if _ARCHITECTURE_OF_MODEL_TYPE.get(str(content.get("model_type")), architecture) != architecture:
+        raise CheckpointError(f"model_type: {content['model_type']!r} is not that of {architecture}")
     return architecture
 
 

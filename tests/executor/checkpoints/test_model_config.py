@@ -164,6 +164,7 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
         ),
         ({"architectures": ..., "model_type": "gemma3"}, "architecture 'gemma3' is not supported"),
         ({"architectures": ...}, "architecture None is not supported"),
+        ({"model_type": "mistral"}, "model_type: 'mistral' is not that of LlamaForCausalLM"),
         ({"architectures": "LlamaForCausalLM"}, "is not supported"),
         ({"hidden_size": ...}, "hidden_size: missing"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive integer, found '64'"),
