@@ -73,6 +73,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
     "is_causal": (True,),
+    "attention_chunk_size": (None,),
     "num_local_experts": (None, 0),
     "num_experts": (None, 0),
 }
@@ -152,6 +153,7 @@ def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"head_dim: must be even for the rotary embedding, is {head_dim}")
     attention_bias = config.flag("attention_bias", False)
     num_layers = config.size("num_hidden_layers")
+    rope = _rope(config, head_dim)
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.size("vocab_size"),
@@ -167,8 +169,8 @@ def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
         output_bias=attention_bias if family.output_bias is None else family.output_bias,
         mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
-        windows=_windows(config, family, num_layers),
-        rope=_rope(config, head_dim),
+        windows=_windows(config, family, num_layers, rope.max_context_len),
+        rope=rope,
         max_position_embeddings=config.size("max_position_embeddings"),
         dtype=_dtype(content),
     )
@@ -192,12 +194,14 @@ def _refuse_unsupported_fields(content: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{name}: {content[name]!r} is not supported")
 
 
-def _windows(config: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
-    window = config.nullable_size("sliding_window", absent=_ABSENT_WINDOW)
-    if family.layer_windows and not config.flag("use_sliding_window", False):
+def _windows(config: Fields, family: Family, num_layers: int, max_context_len: int) -> tuple[int, ...]:
+    has_any = family.has_window or family.layer_windows
+    window = config.nullable_size("sliding_window", absent=_ABSENT_WINDOW if has_any else max_context_len)
+    # Where the model does not read it, transformers computes prompts without it, but decodes with a cache of this size.
+    if not has_any and window is not None and window < max_context_len:
+        raise CheckpointError(f"sliding_window: {window} is not supported for this architecture; null means none")
+    if not has_any or (family.layer_windows and not config.flag("use_sliding_window", False)):
         window = None
-    if not (family.has_window or family.layer_windows):
-        return (0,) * num_layers
     if (layer_types := config.strings("layer_types")) is None:
         first = config.count("max_window_layers", 28) if family.layer_windows else 0
         return tuple((window or 0) if layer >= first else 0 for layer in range(num_layers))

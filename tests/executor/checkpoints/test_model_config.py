@@ -71,7 +71,8 @@ def test_model_type_replaces_missing_architectures() -> None:
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 9}, (0, 0, 0, 0)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 256}, (0, 0, 0, 0)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": None}, (0, 0, 0, 0)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 9}, (9, 9, 9, 9)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (0, 0, 0, 0)),
         ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
@@ -177,6 +178,9 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
+        ({"sliding_window": 255}, "sliding_window: 255 is not supported for this architecture; null means none"),
+        ({"attention_chunk_size": 64}, "attention_chunk_size: 64 is not supported"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention without a"),
         ({"is_causal": False}, "is_causal: False is not supported"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
         ({"architectures": ..., "model_type": ["llama"]}, "architecture ['llama'] is not supported"),
