@@ -130,7 +130,7 @@ def _flag(content: Mapping[str, Any], field: str) -> bool:
 
 
 def _dtype(content: Mapping[str, Any]) -> str | None:
-    value = content.get("dtype", content.get("torch_dtype"))
+    value = content.get("dtype") or content.get("torch_dtype")
     if value is not None and not isinstance(value, str):
         raise PlanningError(f"dtype: expected a name, not {value!r}")
     return value.removeprefix("torch.") if value else None

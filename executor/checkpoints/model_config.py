@@ -215,7 +215,7 @@ def _windows(config: Fields, family: Family, num_layers: int, max_context_len: i
 
 
 def _dtype(content: Mapping[str, Any]) -> str | None:
-    dtype = content.get("dtype", content.get("torch_dtype"))
+    dtype = content.get("dtype") or content.get("torch_dtype")
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 

@@ -55,6 +55,12 @@ def test_the_number_of_kv_heads_has_the_default_of_the_class(architecture: str, 
         assert parse(**changed).num_kv_heads == parse_model_shape(content, "").num_kv_heads == expected
 
 
+@pytest.mark.parametrize("fields", [{"dtype": None}, {}, {"dtype": "bfloat16", "torch_dtype": "float16"}])
+def test_the_dtype_is_read_in_both_spellings(fields) -> None:
+    content = BASE | {"torch_dtype": "bfloat16"} | fields
+    assert parse(**content).dtype == parse_model_shape(content, "").dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
 def test_only_llama_reads_mlp_bias(architecture: str) -> None:
     content = BASE | {"architectures": [architecture], "mlp_bias": True}
