@@ -228,6 +228,8 @@ def _rope(config: Fields, head_dim: int) -> Rope:
     parameters = Fields(nested, prefix="rope_parameters.")
     if nested.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise CheckpointError("rope_parameters.partial_rotary_factor is not supported")
+    if any(isinstance(value, dict) for value in nested.values()):
+        raise CheckpointError("rope_parameters: other angles for each kind of layer are not supported")
     kind = nested.get("rope_type") or nested.get("type") or "default"
     theta = parameters.positive("rope_theta", config.positive("rope_theta", 10000.0))
     reach = config.size("max_position_embeddings")
@@ -253,14 +255,14 @@ def _rope(config: Fields, head_dim: int) -> Rope:
                 max_context_len=reach,
             )
         case "yarn":
-            return _yarn(parameters, theta, reach, original)
+            return _yarn(parameters, theta, reach, original, truncate="truncate" not in nested)  # null is false
         case "longrope":
             return _longrope(parameters, theta, reach, original, head_dim)
         case _:
             raise CheckpointError(f"rope scaling {kind!r} is not supported")
 
 
-def _yarn(parameters: Fields, theta: float, reach: int, original: int) -> YarnRope:
+def _yarn(parameters: Fields, theta: float, reach: int, original: int, truncate: bool) -> YarnRope:
     if theta == 1:
         raise CheckpointError("rope_theta: must not be 1 for rope scaling 'yarn'")
     factor = parameters.positive("factor", reach / original)
@@ -277,7 +279,7 @@ def _yarn(parameters: Fields, theta: float, reach: int, original: int) -> YarnRo
         attention_factor=parameters.number("attention_factor", inferred),
         beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
         beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
-        truncate=parameters.flag("truncate", True),
+        truncate=parameters.flag("truncate", truncate),
     )
 
 

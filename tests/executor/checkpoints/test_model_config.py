@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from executor.checkpoints.model_config import parse_model_config
@@ -139,6 +141,11 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2] * 
             1024,
         ),
         (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": None},
+            YarnRope(5e5, 4.0, 64, 256, 0.1 * math.log(4.0) + 1, truncate=False),
+            256,
+        ),
+        (
             {**LONGROPE, "original_max_position_embeddings": 64, "attention_factor": 1.25},
             LongRope(5e5, (1.0,) * 8, (2.0,) * 8, 64, 256, 1.25),
             256,
@@ -182,6 +189,7 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "other angles for each kind of layer"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         ({"sliding_window": 255}, "sliding_window: 255 is not supported for this architecture; null means none"),
