@@ -43,8 +43,19 @@ def load_template(checkpoint: Checkpoint) -> str | None:
     template = checkpoint.json_object("tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template, with_tools = named.get("default"), named.get("tool_use")
+        if isinstance(template, str) and isinstance(with_tools, str):
+            return _either(with_tools, template)
     return template if isinstance(template, str) else None
+
+
+def _either(with_tools: str, without: str) -> str:
+    """Returns a template that renders as the first one if there are tools, and otherwise as the second.
+
+    Jinja drops the line feed at the end of a template and the one after a tag; the plus sign keeps spaces before a tag.
+    """
+    first, second = with_tools.removesuffix("\n"), without.removesuffix("\n")
+    return f"{{% if tools %}}\n{first}{{%+ else %}}\n{second}{{%+ endif %}}"
 
 
 class ChatRenderer:

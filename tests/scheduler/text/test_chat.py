@@ -216,8 +216,26 @@ def test_templates_are_found_in_files_of_the_checkpoint(tmp_path: Path) -> None:
     assert load_template(checkpoint) is None
     config.write_text(json.dumps({"chat_template": "one"}))
     assert load_template(checkpoint) == "one"
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]
+    named = [{"name": "rag", "template": "texts"}, {"name": "default", "template": "two"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert load_template(checkpoint) == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
     assert load_template(checkpoint) == "three"
+
+
+async def test_the_template_named_tool_use_renders_chats_with_tools(tmp_path: Path) -> None:
+    """Transformers chooses likewise. Each template renders as if it were alone, white space included."""
+    templates = {
+        "default": "\n {{ messages[0].content }}\n  \n",
+        "tool_use": "\n{{ tools|length }} tools\n{% if 1 %}!{% endif %}\n",
+    }
+    named = [{"name": name, "template": template} for name, template in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    chats = {"default": Chat(CHAT), "tool_use": Chat(CHAT, tools=('{"name": "f"}',))}
+    for template in (load_template(Checkpoint(tmp_path)), None):
+        rendered = []
+        for name, chat in chats.items():
+            renderer = ChatRenderer(template or templates[name], {})
+            rendered.append(await renderer.render(chat))
+            await renderer.close()
+        assert rendered == [f"\n {CHAT[0].content}\n  ", "\n1 tools\n!"]
