@@ -75,6 +75,7 @@ class Sequence:
         "displaced_by",
         "group_leader",
         "index",
+        "is_charged",
         "is_guaranteed",
         "is_set_aside",
         "loss_mark",
@@ -120,6 +121,7 @@ class Sequence:
         self.num_deferrals = 0  # times in a row that the executor did not wait for its next token
         self.resume_s = -inf  # when the pause of a deferred sequence ends
         self.num_preemptions = 0
+        self.is_charged = False  # the service of its given tokens; a successor has its own
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without progress in between
         self.loss_mark = 0  # tokens at the last loss, those of a beam included
@@ -186,6 +188,7 @@ class Sequence:
         successor.token_ids, successor.digests = self.token_ids.copy(), self.digests.copy()
         successor.num_deferrals = self.num_deferrals + 1 if len(self.token_ids) == self.num_given_tokens else 1
         successor.num_given_tokens = len(self.token_ids)
+        successor.is_charged = False
         successor.state = State.WAITING
         successor.forget_kv()
         return successor

@@ -125,6 +125,7 @@ class SchedulerState:
         child = Sequence(parent.request, len(active.sequences), parent.arrival, parent.account)
         self.cache.fork(parent, child)
         child.state = State.RUNNING
+        child.is_charged = True
         child.row_count = 1
         active.sequences.append(child)
         self.batch.enter(child, active.child_slots.pop(0))

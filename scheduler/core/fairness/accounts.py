@@ -57,10 +57,11 @@ class Accounts:
         account = sequence.account
         if (claimant := self.settle(sequence)) is not None:
             claimant.cost += (sequence.num_tokens - sequence.num_computed_tokens) * PROMPT_TOKEN_COST
-        elif sequence.num_deferrals or not (sequence.num_preemptions or sequence.num_losses):
+        elif not sequence.is_charged:
             has_reports = sequence.params.num_prompt_logprobs > 0
             num_tokens = sequence.num_given_tokens - sequence.num_computed_tokens
             account.cost += num_tokens * (PROMPT_TOKEN_COST + PROMPT_LOGPROBS_COST * has_reports)
+        sequence.is_charged = True
         account.mark = account.level
 
     def displace(self, sequence: Sequence, claimant: Account) -> None:

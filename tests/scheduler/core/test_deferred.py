@@ -245,6 +245,22 @@ def test_a_tenant_pays_for_what_its_deferred_sequences_compute_again(is_lost_fir
     harness.run()
 
 
+def test_what_is_recomputed_after_a_loss_is_not_charged_to_a_sequence_that_was_deferred_before() -> None:
+    harness = build_harness(make_request(1, max_tokens=12))
+    harness.defer(1)
+    for _ in range(2):
+        harness.schedule()
+        harness.commit()
+        harness.expire(harness.now_s + 1.0)
+    account = next(iter(harness.scheduler.state.accounts))
+    cost = account.cost
+    harness.lose()
+    harness.attach()
+    harness.schedule()
+    assert account.cost == cost
+    harness.run()
+
+
 def test_reports_on_a_prompt_are_not_computed_again() -> None:
     params = replace(make_request(1, "abcdefgh", max_tokens=3).params, num_prompt_logprobs=1)
     harness = build_harness(replace(make_request(1, "abcdefgh", max_tokens=3), params=params), block_size=4)
