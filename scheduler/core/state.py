@@ -71,7 +71,7 @@ class SchedulerState:
         self.run_time = RunTime()
         self.costs = UNKNOWN_COSTS
         self.missed: Ends = []
-        self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
+        self.waiting = FairQueue(policy, limits, self.accounts, self.requests, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
         self._build_cache = build_cache
         self._num_arrivals = 0

@@ -1,9 +1,10 @@
 """The waiting sequences of all tenants: one queue for each, of which the tenant with the least service is next."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import islice
 
+from scheduler.core.active_request import ActiveRequest
 from scheduler.core.errors import CapacityExceeded, QueueFull
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.victims import victim_of_shares, victim_of_shortage
@@ -30,7 +31,8 @@ class FairQueue:
     The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of tenants
     with equal counters, those come first that have not been charged since their counter was lifted: the others may have
     work in flight that is not charged yet. Then the head that arrived first is next. Sequences that are set aside are
-    passed over, and so are tenants at a cap of their own. `holdings` returns the running batch and the KV cache.
+    passed over, and so are tenants at a cap of their own. `requests` are those that have not ended, by id; `holdings`
+    returns the running batch and the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
     the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a
@@ -46,11 +48,13 @@ class FairQueue:
         policy: Policy,
         limits: SchedulerLimits,
         accounts: Accounts,
+        requests: Mapping[int, ActiveRequest],
         holdings: Callable[[], tuple[RunningBatch, KVCache]],
     ) -> None:
         self._policy = policy
         self._limits = limits
         self._accounts = accounts
+        self._requests = requests
         self._holdings = holdings
         self._queues: dict[Account, WaitingQueue] = {}  # none of them is empty
         self._heap: list[_Entry] = []  # of each queue the entry that `_entries` names, and older ones
@@ -156,7 +160,8 @@ class FairQueue:
         if first is None or (first is not self.left_behind and batch.num_free_slots):
             return None
         self.left_behind = first
-        return victim_of_shares(batch, cache, self.left_behind, self._limits, self._accounts, self._policy)
+        num_slots = self._num_slots(first)
+        return victim_of_shares(batch, cache, first, num_slots, self._limits, self._accounts, self._policy)
 
     def lacks_a_tenant(self) -> bool:
         """Returns whether a known tenant has no sequence in the queue, and is not the only one that is known.
@@ -238,6 +243,10 @@ class FairQueue:
         if head.num_preemptions < self._limits.max_preemptions or len(self._accounts.active) == 1:
             return True
         return not self._guaranteed_hold_share(account)
+
+    def _num_slots(self, waiting: Sequence) -> int:
+        """Returns the slots that a sequence takes: its own, and those of samples or beams that do not exist yet."""
+        return 1 + self._requests[waiting.request.request_id].num_unborn
 
     def _guaranteed_hold_share(self, account: Account) -> bool:
         batch, cache = self._holdings()

@@ -31,22 +31,23 @@ def victim_of_shares(
     batch: RunningBatch,
     cache: KVCache,
     left_behind: Sequence,
+    num_slots: int,
     limits: SchedulerLimits,
     accounts: Accounts,
     policy: Policy,
 ) -> Sequence | None:
     """Returns the sequence to preempt so that a tenant that waits gets its share; None if there is no need.
 
-    `left_behind` is first in the queue, and either the last plan had no place for it or all slots are taken. There is a
-    need if another tenant is far ahead, or if slots or blocks are short and the tenant that waits holds less than its
-    part of them.
+    `left_behind` is first in the queue, and either the last plan had no place for it or all slots are taken. It takes
+    `num_slots`. There is a need if another tenant is far ahead, or if slots or blocks are short and the tenant that
+    waits holds less than its part of them.
     """
     if left_behind.account.num_displaced >= limits.max_num_seqs:
         return None
     over = _far_ahead(batch, left_behind.account, limits.max_ahead)
     lacks_blocks = cache.num_available_blocks() < cache.num_blocks_for(left_behind.num_tokens)
-    if lacks_blocks or batch.num_free_slots < left_behind.request.num_slots:
-        over |= _beyond_their_parts(batch, cache, left_behind, limits.max_num_seqs, accounts)
+    if lacks_blocks or batch.num_free_slots < num_slots:
+        over |= _beyond_their_parts(batch, cache, left_behind, num_slots, limits.max_num_seqs, accounts)
     candidates = [s for s in batch.running if s.account in over and not s.is_guaranteed]
     return _choose(candidates, cache, policy) if candidates else None
 
@@ -68,7 +69,7 @@ def _far_ahead(batch: RunningBatch, account: Account, max_ahead: float) -> set[A
 
 
 def _beyond_their_parts(
-    batch: RunningBatch, cache: KVCache, left_behind: Sequence, most_slots: int, accounts: Accounts
+    batch: RunningBatch, cache: KVCache, left_behind: Sequence, num_wanted: int, most_slots: int, accounts: Accounts
 ) -> set[Account]:
     """Returns the tenants that hold more than their part of the slots or blocks, and are not behind one that waits.
 
@@ -85,7 +86,7 @@ def _beyond_their_parts(
         return num_slots > share * most_slots or num_blocks > share * cache.pool.num_usable_blocks
 
     account = left_behind.account
-    most_held = max(num_slots[account], account.num_displaced) + left_behind.request.num_slots
+    most_held = max(num_slots[account], account.num_displaced) + num_wanted
     if is_beyond(account, most_held, num_blocks[account] + cache.num_blocks_for(left_behind.num_tokens)):
         return set()
     standing = (account.terms.priority, account.level)

@@ -1,10 +1,11 @@
 """A tenant that waits displaces sequences of tenants beyond their parts of the batch, and pays for it (I22)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from scheduler.core import Scheduler, Sequence, StepResult, TenantTerms
+from scheduler.core import ReceivedOutput, Scheduler, Sequence, StepResult, TenantTerms
 from scheduler.core.fairness import victims
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.tenants.account import Account
@@ -103,6 +104,16 @@ def test_a_request_for_more_samples_than_its_part_displaces_none_before_others_a
     add(scheduler, 100, "modest", n=5)
     for _ in range(20):
         assert set(step(scheduler)) == {"greedy"}
+
+
+def test_samples_that_are_resumed_displace_others_one_by_one() -> None:
+    """Each takes one slot, unlike a request whose samples start together."""
+    scheduler = full_of("greedy")
+    resumed = request(100, "modest", n=5, output=300)
+    scheduler.add(replace(resumed, outputs=tuple(ReceivedOutput([7] * 3) for _ in range(5))))
+    for _ in range(10):
+        step(scheduler)
+    assert num_running(scheduler, "modest") == num_running(scheduler, "greedy") == 4
 
 
 def test_tenants_that_are_more_than_the_slots_do_not_displace_one_another() -> None:
