@@ -236,9 +236,9 @@ class FairQueue:
         """
         account, batch = head.account, self._holdings()[0]
         if account.terms.max_num_seqs is not None:
-            slots = {s.request.request_id: s.request.num_slots for s in batch.running if s.account is account}
-            slots[head.request.request_id] = head.request.num_slots
-            if sum(slots.values()) > account.terms.max_num_seqs:
+            own = [sequence.request.request_id for sequence in batch.running if sequence.account is account]
+            num_held = len(own) + sum(len(self._requests[request_id].child_slots) for request_id in set(own))
+            if num_held + self._num_slots(head) > account.terms.max_num_seqs:
                 return False
         if head.num_preemptions < self._limits.max_preemptions or len(self._accounts.active) == 1:
             return True

@@ -30,6 +30,18 @@ def test_a_tenant_at_its_cap_of_sequences_is_passed_over() -> None:
         scheduler.add(request(9, "capped", n=3))
 
 
+def test_samples_that_have_ended_do_not_count_for_the_cap() -> None:
+    scheduler = scheduler_of(limits(8), capped=TenantTerms(max_num_seqs=3))
+    scheduler.add(request(1, "capped", n=3, output=100))
+    step(scheduler)
+    scheduler.stop(1, 0)
+    scheduler.add(request(2, "capped", output=100))
+    scheduler.add(request(3, "capped"))
+    for _ in range(3):
+        step(scheduler)
+    assert [(s.request.request_id, s.index) for s in scheduler.state.batch.running] == [(1, 1), (1, 2), (2, 0)]
+
+
 def test_the_caps_of_a_tenants_queue_refuse_its_requests_only() -> None:
     terms = TenantTerms(max_waiting_requests=2, max_waiting_prompt_tokens=30)
     scheduler = scheduler_of(limits(), a=terms, b=terms)
