@@ -183,6 +183,8 @@ class Scheduler:
             # Without reports, the streams of this gateway count until they end, and those of others as they were last.
             num_foreign = max(0, info.num_waiting + info.num_running - self.call.num_streams)
             self._replicas.report(self.address, ReplicaLoad(num_running=num_foreign), 0)
+            if info.state == pb.SERVER_STATE_SERVING:
+                self._stop_moving()  # no report may come that does
         self._set_ready(info.state == pb.SERVER_STATE_SERVING, _name(info.state))
 
     def _heard_load(self, load: replica_pb2.ReplicaLoad) -> None:

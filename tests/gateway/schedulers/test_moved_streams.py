@@ -259,3 +259,26 @@ async def test_a_scheduler_that_refuses_reports_keeps_its_streams_counted(monkey
         for stream in open_streams:
             stream.cancel()
         await asyncio.gather(*open_streams, return_exceptions=True)
+
+
+@pytest.mark.parametrize("last", [WAITS, DRAINS])
+async def test_streams_do_not_move_from_a_scheduler_that_serves_again_and_reports_no_more(
+    monkeypatch: pytest.MonkeyPatch, last: replica_pb.WatchResponse
+) -> None:
+    """Such as after it was replaced by an older version."""
+    monkeypatch.setattr(scheduler_module, "MOVE_AFTER_S", 0.05)
+    async with ReportRig(2, routing="round-robin") as rig:
+        await rig.watched()
+        fake, scheduler = rig.fakes[0], next(s for s in rig.schedulers.all if s.address == rig.fakes[0].address)
+        fake.state = last.load.state
+        rig.report(fake, last)
+        await until(lambda: not scheduler.is_ready)
+        fake.state, fake.reports = pb.SERVER_STATE_SERVING, None
+        await fake.stop()
+        await fake.start()
+        await until(lambda: scheduler.is_ready)
+        for each in rig.fakes:
+            each.words_each, each.step_s = 100, 0.005
+        streams = [rig.events("/v1/completions", {"prompt": "hi"}) for _ in range(2)]
+        await asyncio.gather(*streams)
+        assert [len(each.opened) for each in rig.fakes] == [1, 1]
