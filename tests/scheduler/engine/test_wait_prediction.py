@@ -206,3 +206,23 @@ def test_an_executor_that_stands_still_makes_requests_wait_for_a_bounded_time(st
     with pytest.raises(QueueFull) as refused:
         server.waits.check(server.core, "default", server.now_s + 30.0, 20, server.now_s)
     assert 0 < refused.value.retry_after_s <= 2 * wait_prediction.MAX_WAIT_S
+
+
+@pytest.mark.parametrize("num_shared", [0, 360])
+def test_cached_prompt_tokens_in_the_queue_are_no_service_to_come(num_shared: int) -> None:
+    assert waited_in_relation_to_prediction(num_shared=num_shared) == pytest.approx(1.0, abs=0.3)
+
+
+def waited_in_relation_to_prediction(num_shared: int) -> float:
+    """Returns how long a request at the end of a queue of 20 took, divided by what was predicted."""
+    server, random = Server(predicts=True), Random(0)
+    number, started_s, predicted_s = 0, 0.0, 0.0
+    while not started_s or server.core.has_request(number):
+        while server.core.num_waiting < 20 and not started_s:
+            number += 1
+            prompt = [7] * num_shared + random.choices(range(1000), k=400 - num_shared)
+            server.core.add(Request(number, prompt, SequenceParams(max_total_tokens=420)), server.now_s)
+        server.step()
+        if server.now_s > 5 and not started_s:
+            started_s, predicted_s = server.now_s, server.waits.predicted_s(server.core, "default", 20)
+    return (server.now_s - started_s) / predicted_s
