@@ -76,7 +76,7 @@ def as_json_line(service: str, line: str) -> str:
         else:
             return line
     timestamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return json.dumps({"event": line, "level": "info", "timestamp": timestamp, "service": service})
+    return json.dumps({"event": line, "level": "info", "logger": service, "timestamp": timestamp, "service": service})
 
 
 def _formatter(service: str, log_format: str, *, is_terminal: bool) -> logging.Formatter:

@@ -162,6 +162,7 @@ def test_printed_lines_become_records() -> None:
     for line in ("ready 127.0.0.1:1", "{not json}", '{"a": 1} and more', "Traceback\x1b"):
         record = json.loads(as_json_line("executor", line))
         assert (record["event"], record["service"], record["level"]) == (line, "executor", "info")
+        assert {"timestamp", "level", "service", "logger", "event"} <= record.keys()
 
 
 @pytest.mark.parametrize("made_up", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])
