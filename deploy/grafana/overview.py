@@ -20,11 +20,12 @@ from deploy.grafana.routing import with_routing
 TTFT_BOUNDS_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0")
 ITL_BOUNDS_S = ("0.01", "0.025", "0.05", "0.1", "0.25", "0.5")
 
-REFUSALS = (
-    ("caller", "quire_calls_refused_total"),
-    ("request", "quire_requests_rejected_total"),
-)
-"""Counters with the label `reason`, and a name for each in the legend. A new bound at the edge is one line here."""
+REFUSALS = {
+    "caller": ("quire_calls_refused_total", "reason"),
+    "request": ("quire_requests_rejected_total", "reason"),
+    "bound": ("quire_limited_total", "limit"),
+}
+"""Counters with the label that says why, by their names in the legend."""
 
 # A scheduler whose scrape fails has no series of its own, so its target stands for it. In Kubernetes, where all targets
 # of the PodMonitor have one job, those of schedulers are at the port `status`.
@@ -276,8 +277,9 @@ def _refusals(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Refused at the edge",
-                "Refusals per second by reason: calls because of their caller, requests because of a limit.",
-                {f"{name}, {{reason}}": per_second(counter, "reason") for name, counter in REFUSALS},
+                "Refusals per second: calls because of their caller, and requests, by reason; reads, grammars, "
+                "connections and log lines because of a bound, by bound.",
+                {f"{name}, {{{label}}}": per_second(counter, label) for name, (counter, label) in REFUSALS.items()},
                 "short",
                 width="half",
             )

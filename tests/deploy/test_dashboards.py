@@ -70,6 +70,13 @@ def test_titles_and_ids_are_unique() -> None:
     assert len({board["title"] for board in BOARDS.values()}) == len(BOARDS)
 
 
+def test_the_overview_shows_refusals_at_bounds() -> None:
+    (panel,) = (panel for panel in panels(BOARDS["overview.json"]) if panel["title"] == "Refused at the edge")
+    expressions = " ".join(target["expr"] for target in panel["targets"])
+    for counter in ("quire_calls_refused_total", "quire_requests_rejected_total", "quire_limited_total"):
+        assert counter in expressions
+
+
 @pytest.mark.parametrize(("bounds", "histogram"), [(TTFT_BOUNDS_S, TTFT), (ITL_BOUNDS_S, ITL)])
 def test_objectives_are_bounds_of_buckets(bounds: tuple[str, ...], histogram: str) -> None:
     assert set(bounds) <= {str(float(bound)) for bound in HISTOGRAMS[histogram][0]}
