@@ -1,8 +1,10 @@
 """The JSON log of a whole server: every line can be parsed."""
 
 import json
+import re
 from collections import Counter
 
+from tests.support.e2e.process import ROOT
 from tests.support.e2e.stack import Stack
 
 PROMPT = "Once upon a xyzzy"
@@ -20,6 +22,9 @@ async def test_every_line_is_json_and_each_request_has_one_line() -> None:
     assert all({"event", "level", "timestamp"} <= set(record) for record in records)
     (ended,) = [record for record in records if record["event"] == "request ended"]
     assert ended["request_id"] == "quire-1"
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert set(ended) | {"trace_id"} == set(json.loads(example))
     assert (ended["reason"], ended["generated_tokens"]) == ("length", 5)
     assert Counter(record["level"] for record in records)["error"] == 0
     text = "\n".join(printed)
