@@ -51,6 +51,7 @@ class SlowReaders:
         self._on_drop = on_drop
         self._progress: dict[web.RequestHandler, _Progress] = {}
         self._streams: dict[web.RequestHandler, Stream] = {}
+        self._dropped: set[web.RequestHandler] = set()  # those that have not closed yet
         self._task: asyncio.Task[None] | None = None
 
     def start(self, server: web.Server) -> None:
@@ -68,6 +69,10 @@ class SlowReaders:
         """Called when it ends."""
         self._streams.pop(stream.connection, None)
 
+    def has_dropped(self, connection: web.RequestHandler) -> bool:
+        """Returns whether a connection that has just ended was dropped, and its client did not go away."""
+        return connection in self._dropped
+
     async def _watch(self, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -77,12 +82,14 @@ class SlowReaders:
     def _look(self, connections: list[web.RequestHandler], now_s: float) -> None:
         for closed in self._progress.keys() - set(connections):
             del self._progress[closed]
+            self._dropped.discard(closed)
         for connection in connections:
             progress = self._progress.get(connection)
             if progress is None and connection.transport is not None:
                 progress = self._progress[connection] = _Progress(connection.transport, 0, now_s)
             if progress is not None and self._has_stalled(progress, self._streams.get(connection), now_s):
                 progress.since_s = now_s
+                self._dropped.add(connection)
                 self._on_drop()
                 progress.transport.abort()  # this cancels the handler
 

@@ -70,7 +70,7 @@ class GenerationHandler:
     async def serve(self, request: web.Request, parse: Callable[[object], ParsedRequest]) -> web.StreamResponse:
         """Answers one request. Raises ApiError if it fails before the answer has begun."""
         began_s = time.monotonic()
-        with self._counted():
+        with self._counted(request):
             parsed = await self._bodies.read(request, parse)
             caller = caller_of(request)
             try:
@@ -147,7 +147,7 @@ class GenerationHandler:
             log.warning(STREAM_FAILED, failure.status, failure.message, extra={"request_id": head.id})
             await self._fail(chunks, reader, failure)
         except ConnectionError:
-            self._metrics.disconnects.inc()
+            self._count_disconnect(request)
         except Exception:
             if not response.prepared:
                 raise
@@ -190,7 +190,7 @@ class GenerationHandler:
         return str((await self._schedulers.tokenization("Detokenize", wanted, caller.authorization)).text)
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, request: web.Request) -> Iterator[None]:
         """Counts a request while it is open. Raises ApiError if it cannot be served now."""
         with ExitStack() as open_request:
             try:
@@ -203,8 +203,13 @@ class GenerationHandler:
             try:
                 yield
             except asyncio.CancelledError:
-                self._metrics.disconnects.inc()
+                self._count_disconnect(request)
                 raise
+
+    def _count_disconnect(self, request: web.Request) -> None:
+        """Counts a client that went away. One that was dropped counts as a slow reader."""
+        if not self._readers.has_dropped(request.protocol):
+            self._metrics.disconnects.inc()
 
 
 class _ChunkWriter:

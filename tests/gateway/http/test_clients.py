@@ -75,6 +75,7 @@ async def test_a_reader_that_stands_still_is_dropped() -> None:
         await until(lambda: rig.fake.cancelled == [1])
         _, page = await rig.get("/metrics")
         assert "quire_gateway_slow_readers_total 1.0" in page
+        assert "quire_gateway_disconnects_total 0.0" in page
         writer.close()
 
 
