@@ -7,7 +7,8 @@ step time                            measured then, too, while sequences decode:
                                      may take as long as ten with decodes
 prompt of a request                  the part of it that is computed, by the average of those that started: the rest was
                                      cached
-output of a request                  the average of those that ended
+output of a request                  the average of the sequences that ended, times the average of results of a request:
+                                     samples wait as one sequence
 wait                                 the service queued before the request, divided by the rate
 
 The machine may become slower while an accepted request waits. The core is therefore told how long sequences run, and
@@ -26,8 +27,8 @@ MIN_MEASURED_S = 1.0
 OUTPUT_GAIN = 0.05
 """Part of the average output that the last request that ended determines."""
 
-PROMPT_GAIN = 0.05
-"""Part of the average of computed prompt tokens that the last request that started determines."""
+START_GAIN = 0.05
+"""Part of the averages of computed prompt tokens and of results that the last request that started determines."""
 
 MARGIN = 1.4
 """Factor on predicted times: under overload each accepted request is close to its limit, so half would be late."""
@@ -56,7 +57,8 @@ class WaitPrediction:
         self._num_steps = 0.0  # with decodes
         self._steps_s = 0.0
         self._num_output_tokens: float | None = None
-        self._num_given_tokens = self._num_computed_tokens = 0.0  # of requests that started; later ones count more
+        # Of requests that started; later ones count more.
+        self._num_started = self._num_results = self._num_given_tokens = self._num_computed_tokens = 0.0
         # time, service, steps and whether sequences decoded, when sequences waited last
         self._last: tuple[float, int, int, bool] | None = None
         self._oldest_queued_s = self._next_look_s = 0.0
@@ -74,10 +76,13 @@ class WaitPrediction:
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
         """Measures after each commit, and tells the core how long sequences run."""
         for sequence in events.started:
+            num_results = 1 if sequence.request.outputs else sequence.request.num_results
+            self._num_started += 1 - START_GAIN * self._num_started
+            self._num_results += num_results - START_GAIN * self._num_results
             num_given = sequence.num_given_tokens
             num_computed = num_given - (sequence.num_cached_tokens or 0)
-            self._num_given_tokens += num_given - PROMPT_GAIN * self._num_given_tokens
-            self._num_computed_tokens += num_computed - PROMPT_GAIN * self._num_computed_tokens
+            self._num_given_tokens += num_given - START_GAIN * self._num_given_tokens
+            self._num_computed_tokens += num_computed - START_GAIN * self._num_computed_tokens
         for sequence, reason in events.finished:
             if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:
                 known = num_tokens if self._num_output_tokens is None else self._num_output_tokens
@@ -119,8 +124,9 @@ class WaitPrediction:
         others = {other for other in accounts.active if other is not account and len(waiting.of(other))}
         share = account.terms.weight / (account.terms.weight + sum(other.terms.weight for other in others))
         computed_share = self._num_computed_tokens / max(1.0, self._num_given_tokens)
+        outputs = output * self._num_results / max(1.0, self._num_started)
         own, every = (
-            PROMPT_TOKEN_COST * computed_share * queue.num_prompt_tokens + GENERATED_TOKEN_COST * output * len(queue)
+            PROMPT_TOKEN_COST * computed_share * queue.num_prompt_tokens + GENERATED_TOKEN_COST * outputs * len(queue)
             for queue in (waiting.of(account), waiting)
         )
         wait_s = min(own / share, every) * self._busy_s / self._service

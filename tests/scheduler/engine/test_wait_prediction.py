@@ -213,7 +213,12 @@ def test_cached_prompt_tokens_in_the_queue_are_no_service_to_come(num_shared: in
     assert waited_in_relation_to_prediction(num_shared=num_shared) == pytest.approx(1.0, abs=0.3)
 
 
-def waited_in_relation_to_prediction(num_shared: int) -> float:
+@pytest.mark.parametrize("num_samples", [2, 8])
+def test_all_samples_of_the_requests_in_the_queue_are_service_to_come(num_samples: int) -> None:
+    assert waited_in_relation_to_prediction(num_samples=num_samples) == pytest.approx(1.0, abs=0.3)
+
+
+def waited_in_relation_to_prediction(num_shared: int = 360, num_samples: int = 1) -> float:
     """Returns how long a request at the end of a queue of 20 took, divided by what was predicted."""
     server, random = Server(predicts=True), Random(0)
     number, started_s, predicted_s = 0, 0.0, 0.0
@@ -221,7 +226,8 @@ def waited_in_relation_to_prediction(num_shared: int) -> float:
         while server.core.num_waiting < 20 and not started_s:
             number += 1
             prompt = [7] * num_shared + random.choices(range(1000), k=400 - num_shared)
-            server.core.add(Request(number, prompt, SequenceParams(max_total_tokens=420)), server.now_s)
+            params, seeds = SequenceParams(max_total_tokens=420), tuple(range(num_samples))
+            server.core.add(Request(number, prompt, params, seeds=seeds), server.now_s)
         server.step()
         if server.now_s > 5 and not started_s:
             started_s, predicted_s = server.now_s, server.waits.predicted_s(server.core, "default", 20)
