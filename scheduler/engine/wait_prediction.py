@@ -83,8 +83,10 @@ class WaitPrediction:
             num_computed = num_given - (sequence.num_cached_tokens or 0)
             self._num_given_tokens += num_given - START_GAIN * self._num_given_tokens
             self._num_computed_tokens += num_computed - START_GAIN * self._num_computed_tokens
-        for sequence, reason in events.finished:
-            if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:
+        outputs = [(sequence.num_tokens - sequence.num_prompt_tokens, reason) for sequence, reason in events.finished]
+        outputs += [(len(result.token_ids), result.reason) for _, results in events.beams for result in results]
+        for num_tokens, reason in outputs:
+            if num_tokens:
                 known = num_tokens if self._num_output_tokens is None else self._num_output_tokens
                 if num_tokens > known or reason not in _CUT_OFF:  # an output that was cut off would have been longer
                     self._num_output_tokens = known + OUTPUT_GAIN * (num_tokens - known)

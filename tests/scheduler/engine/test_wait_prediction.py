@@ -6,8 +6,10 @@ from random import Random
 import pytest
 
 from scheduler.core import (
+    BeamParams,
     Events,
     FinishReason,
+    Logprobs,
     QueueFull,
     Request,
     Scheduler,
@@ -182,6 +184,17 @@ def test_requests_that_end_in_the_queue_do_not_count_as_outputs() -> None:
     sequence = next(iter(server.core.state.waiting))
     server.waits.committed(server.core, Events(finished=[(sequence, FinishReason.DEADLINE)]), 1.0)
     assert server.waits._num_output_tokens is None
+
+
+def test_a_server_of_beam_searches_learns_how_long_outputs_are() -> None:
+    server = Server(predicts=True)
+    server.core.add(Request(1, [7], SequenceParams(max_total_tokens=5), beam=BeamParams(1, 1)), 0.0)
+    while server.core.num_unfinished_requests:
+        plan = server.core.schedule()
+        assert plan is not None
+        candidates = Logprobs([0, 1], [-1.0, -2.0])
+        server.tell(server.core.commit(StepResult(plan.epoch, plan.step_id, [], candidates=candidates)))
+    assert server.waits._num_output_tokens == 4
 
 
 def test_the_age_of_the_queue_is_not_looked_up_for_each_question(monkeypatch: pytest.MonkeyPatch) -> None:
