@@ -15,8 +15,10 @@ The machine may become slower while an accepted request waits. The core is there
 ends requests that start too late: steps for a request that does not end in time are lost to the others.
 """
 
+from collections.abc import Iterable
+
 from scheduler.core import Events, FinishReason, QueueFull, RunTime, Scheduler, oldest_waiting_s
-from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
+from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, Account
 
 HALF_LIFE_S = 2.0
 """Time under load after which a measurement counts half."""
@@ -117,21 +119,27 @@ class WaitPrediction:
     def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float) -> float:
         """Returns the time until a request of up to `max_tokens` would end; 0 if nothing is known or nothing waits.
 
-        A tenant waits for its own queue at its share of the service, or for the whole queue if that is shorter.
+        A tenant waits for the queues of tenants of lower priority numbers. Then it waits for its own queue at its share
+        of the service, or for the queues of all tenants of its priority if that is shorter.
         """
         output, waiting, accounts = self._num_output_tokens, core.state.waiting, core.state.accounts
         if output is None or not core.num_waiting or self._busy_s < MIN_MEASURED_S or self._service <= 0:
             return 0.0
         account = accounts.of(tenant)
         others = {other for other in accounts.active if other is not account and len(waiting.of(other))}
-        share = account.terms.weight / (account.terms.weight + sum(other.terms.weight for other in others))
+        peers = {other for other in others if other.terms.priority == account.terms.priority}
+        share = account.terms.weight / (account.terms.weight + sum(other.terms.weight for other in peers))
         computed_share = self._num_computed_tokens / max(1.0, self._num_given_tokens)
         outputs = output * self._num_results / max(1.0, self._num_started)
-        own, every = (
-            PROMPT_TOKEN_COST * computed_share * queue.num_prompt_tokens + GENERATED_TOKEN_COST * outputs * len(queue)
-            for queue in (waiting.of(account), waiting)
-        )
-        wait_s = min(own / share, every) * self._busy_s / self._service
+
+        def service(tenants: Iterable[Account]) -> float:
+            queues = [waiting.of(each) for each in tenants]
+            num_prompt_tokens, num_entries = sum(queue.num_prompt_tokens for queue in queues), sum(map(len, queues))
+            return PROMPT_TOKEN_COST * computed_share * num_prompt_tokens + GENERATED_TOKEN_COST * outputs * num_entries
+
+        before = service(other for other in others if other.terms.priority < account.terms.priority)
+        own = service((account,))
+        wait_s = (before + min(own / share, own + service(peers))) * self._busy_s / self._service
         return min(MAX_WAIT_S, wait_s + self._run_time().run_s(max_tokens))
 
     def check(self, core: Scheduler, tenant: str, deadline_s: float | None, max_tokens: float, now_s: float) -> None:

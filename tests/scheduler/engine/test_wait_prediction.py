@@ -16,7 +16,10 @@ from scheduler.core import (
     SchedulerLimits,
     SequenceParams,
     StepResult,
+    TenantTerms,
+    TermsOf,
 )
+from scheduler.core.tenants.account import equal_terms
 from scheduler.engine import wait_prediction
 from scheduler.engine.wait_prediction import WaitPrediction
 
@@ -29,9 +32,11 @@ StepTime = Callable[[float], float]
 class Server:
     """A core whose steps take `step_s`, and that refuses by prediction if `predicts`."""
 
-    def __init__(self, *, predicts: bool, step_s: StepTime = lambda now_s: STEP_S) -> None:
+    def __init__(
+        self, *, predicts: bool, step_s: StepTime = lambda now_s: STEP_S, terms_of: TermsOf = equal_terms
+    ) -> None:
         limits = SchedulerLimits(8, 64, 4000, max_in_flight=1)
-        self.core = Scheduler(limits, num_blocks=1000, block_size=4)
+        self.core = Scheduler(limits, num_blocks=1000, block_size=4, terms_of=terms_of)
         self.core.executor_attached(1, 1000)
         self.waits = WaitPrediction()
         self.predicts = predicts
@@ -176,6 +181,19 @@ def test_a_tenant_waits_for_its_own_queue_and_not_for_that_of_another() -> None:
     with pytest.raises(QueueFull, match="miss its deadline") as refusal:
         server.waits.check(server.core, "default", server.now_s + 1, 19, server.now_s)
     assert refusal.value.retry_after_s > 1
+
+
+def test_a_tenant_waits_for_those_before_it_by_priority_and_not_for_those_behind_it() -> None:
+    terms = {"urgent": TenantTerms(priority=-1), "late": TenantTerms(priority=1)}
+    server = Server(predicts=True, terms_of=lambda tenant: terms.get(tenant, TenantTerms()))
+    while server.now_s < 10:
+        for tenant in ("usual", "usual", "urgent", "late"):
+            if len(server.core.state.waiting.of(server.core.state.accounts.of(tenant))) < 20:
+                server.arrive(None, tenant)
+        server.step()
+    urgent, usual, late = (server.waits.predicted_s(server.core, each, 20) for each in ("urgent", "usual", "late"))
+    assert usual == pytest.approx(2 * urgent, rel=0.4)
+    assert late == pytest.approx(3 * urgent, rel=0.4)
 
 
 def test_requests_that_end_in_the_queue_do_not_count_as_outputs() -> None:
