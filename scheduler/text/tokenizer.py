@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from scheduler.core.errors import CapacityExceeded, InvalidRequest
@@ -60,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> "Tokenizer":
-        """Reads tokenizer.json. Raises CheckpointError if it is missing or unreadable."""
+        """Reads tokenizer.json, and tokens from tokenizer_config.json. Raises CheckpointError for unusable files."""
         text = checkpoint.text("tokenizer.json")
         if text is None:
             raise CheckpointError(
@@ -70,6 +71,7 @@ class Tokenizer:
             tokenizer = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{checkpoint.directory / 'tokenizer.json'} is not a tokenizer: {error}") from error
+        _add_listed_tokens(tokenizer, checkpoint)
         return cls(tokenizer, _special_tokens(checkpoint))
 
     @property
@@ -177,6 +179,25 @@ def _capacity_exceeded(num_tokens: str, max_tokens: int) -> CapacityExceeded:
     return CapacityExceeded(
         f"{num_tokens} prompt tokens and 1 of output are more than the {max_tokens + 1} that one sequence can hold here"
     )
+
+
+def _add_listed_tokens(tokenizer: FastTokenizer, checkpoint: Checkpoint) -> None:
+    """Adds the tokens that tokenizer_config.json lists and tokenizer.json lacks, as transformers does."""
+    listed = checkpoint.json_object("tokenizer_config.json").get("added_tokens_decoder") or {}
+    try:
+        tokens = {int(token_id): AddedToken(**fields) for token_id, fields in listed.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        path = checkpoint.directory / "tokenizer_config.json"
+        raise CheckpointError(f"{path}: added_tokens_decoder does not describe tokens: {error}") from error
+    for token_id, token in sorted(tokens.items()):
+        if tokenizer.token_to_id(token.content) is not None:
+            continue
+        tokenizer.add_tokens([token])
+        if (found := tokenizer.token_to_id(token.content)) != token_id:
+            raise CheckpointError(
+                f"{checkpoint.directory / 'tokenizer.json'} lacks the token {token.content!r}, which would get the id"
+                f" {found} instead of {token_id} as in tokenizer_config.json"
+            )
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """The tokenizer does not block the event loop, and limits the texts that wait."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer
 
 from scheduler.core import CapacityExceeded, InvalidRequest, QueueFull
 from scheduler.text import tokenizer as tokenizer_module
@@ -120,6 +122,38 @@ def test_load_reads_special_tokens(checkpoint: Checkpoint, byte_level: FastToken
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.eos_token_id == byte_level.token_to_id("</s>")
     tokenizer.close()
+
+
+async def test_tokens_are_read_from_tokenizer_config(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
+    """Some checkpoints were saved with a tokenizer.json without the tokens that were added last."""
+    first = byte_level.get_vocab_size()
+    names = {"<s>": byte_level.token_to_id("<s>"), "<|im_start|>": first, "<|im_end|>": first + 1}
+    listed = {str(token_id): {"content": name, "special": True} for name, token_id in names.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "added_tokens_decoder": listed}
+    byte_level.save(str(checkpoint.directory / "tokenizer.json"))
+    (checkpoint.directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint.directory / "config.json").write_text('{"model_type": "llama"}')
+    text = "<|im_start|>hello<|im_end|>"
+    tokenizer = Tokenizer.load(checkpoint)
+    assert await tokenizer.encode(text) == AutoTokenizer.from_pretrained(checkpoint.directory)(text).input_ids
+    assert tokenizer.eos_token_id == first + 1
+    assert "<|im_end|>" in [token.text for token in tokenizer.control_tokens]
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"5000": {"content": "<|im_end|>"}}, "instead of 5000 as in tokenizer_config.json"),
+        ({"end": {"content": "<|im_end|>"}}, "added_tokens_decoder does not describe tokens"),
+        (["<|im_end|>"], "added_tokens_decoder does not describe tokens"),
+    ],
+)
+def test_unusable_tokens_in_tokenizer_config_are_errors(checkpoint: Checkpoint, byte_level, listed, message) -> None:
+    byte_level.save(str(checkpoint.directory / "tokenizer.json"))
+    (checkpoint.directory / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.load(checkpoint)
 
 
 def test_tokenizer_json_is_required(checkpoint: Checkpoint) -> None:
