@@ -18,11 +18,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 MANIFEST = "SHA256SUMS"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""The only file of a model that is in a folder. Transformers keeps named chat templates there."""
+
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
     "generation_config.json",
     "config.json",
 )
@@ -81,11 +85,14 @@ def known_files(directory: Path, patterns: Sequence[str]) -> list[KnownFile]:
     for name in sorted(listed):
         if any(fnmatchcase(name, pattern) for pattern in patterns) and directory / name not in present:
             raise ChecksumError(f"{directory / name}: missing, but {MANIFEST} lists it")
+    digests: list[KnownFile] = []
     for path in present:
-        if path.name not in listed:
+        name = path.relative_to(directory).as_posix()
+        if name not in listed:
             raise ChecksumError(f"{path}: {MANIFEST} does not list it (`quire checksum {directory}` writes it again)")
         _check_regular(path)
-    return [KnownFile(path, "sha256", listed[path.name], MANIFEST) for path in present]
+        digests.append(KnownFile(path, "sha256", listed[name], MANIFEST))
+    return digests
 
 
 def read_manifest(directory: Path) -> dict[str, str] | None:
@@ -118,8 +125,8 @@ def write_manifest(directory: Path) -> list[str]:
     lines: list[str] = []
     for path in _matching(directory, (*TEXT_FILES, *WEIGHT_FILES)):
         _check_regular(path)
-        names.append(path.name)
-        lines.append(f"{file_digest(path)}  {path.name}\n")
+        names.append(path.relative_to(directory).as_posix())
+        lines.append(f"{file_digest(path)}  {names[-1]}\n")
     if "config.json" not in names:
         raise ChecksumError(f"{directory}: not the directory of a model: it has no config.json")
     unfinished = directory / f".{MANIFEST}.{os.getpid()}"
@@ -149,6 +156,8 @@ def _entry(line: str, where: str) -> tuple[str, str]:
     if (match := _LINE.fullmatch(line)) is None:
         raise ChecksumError(f"{where}: expected 64 hexadecimal digits, two spaces and a file name, as sha256sum writes")
     name = match["name"]
+    if name == TOOL_TEMPLATE:
+        return name, match["digest"].lower()
     if "/" in name or "\\" in name or name in (".", "..") or not name.isprintable():
         raise ChecksumError(f"{where}: {name!r} is not the name of a file in the manifest's directory")
     return name, match["digest"].lower()
@@ -157,6 +166,8 @@ def _entry(line: str, where: str) -> tuple[str, str]:
 def _matching(directory: Path, patterns: Sequence[str]) -> list[Path]:
     with _readable(directory):
         names = sorted(os.listdir(directory))
+        if os.path.lexists(directory / TOOL_TEMPLATE):
+            names.append(TOOL_TEMPLATE)
     return [directory / name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

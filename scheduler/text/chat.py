@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from quire.checksums import TOOL_TEMPLATE
 from scheduler.core.errors import InvalidRequest
 from scheduler.text.chat_messages import Chat
 from scheduler.text.checkpoint import Checkpoint
@@ -37,16 +38,18 @@ class ChatLimits:
 
 def load_template(checkpoint: Checkpoint) -> str | None:
     """Returns the checkpoint's chat template, or None if it has none. Raises CheckpointError for unreadable files."""
-    template = checkpoint.text("chat_template.jinja")
+    template: object = checkpoint.text("chat_template.jinja")
+    with_tools: object = None
     if template is not None:
-        return template
-    template = checkpoint.json_object("tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several templates with names
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template, with_tools = named.get("default"), named.get("tool_use")
-        if isinstance(template, str) and isinstance(with_tools, str):
-            return _either(with_tools, template)
-    return template if isinstance(template, str) else None
+        with_tools = checkpoint.text(TOOL_TEMPLATE)
+    else:
+        template = checkpoint.json_object("tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):  # several templates with names
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template, with_tools = named.get("default"), named.get("tool_use")
+    if not isinstance(template, str):
+        return None
+    return _either(with_tools, template) if isinstance(with_tools, str) else template
 
 
 def _either(with_tools: str, without: str) -> str:

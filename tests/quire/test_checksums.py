@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from quire.checksums import (
     MANIFEST,
     TEXT_FILES,
+    TOOL_TEMPLATE,
     WEIGHT_FILES,
     ChecksumError,
     file_digest,
@@ -37,8 +38,13 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
     for name in ("config.json", "tokenizer.json", "model-1.safetensors", "model-2.safetensors", "README.md"):
-        (directory / name).write_text(f"contents of {name}")
+        write(directory / name, f"contents of {name}")
     return directory
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
 
 
 def complaint(directory: Path, patterns: tuple[str, ...] = ALL) -> str:
@@ -73,10 +79,12 @@ def test_the_command_refuses_what_is_no_model(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors", TOOL_TEMPLATE])
 def test_a_changed_file_is_refused_by_its_name(model: Path, name: str) -> None:
+    write(model / TOOL_TEMPLATE, "contents of a template")
     write_manifest(model)
-    (model / name).write_text(f"Contents of {name}")
+    verify(model, ALL)
+    write(model / name, f"Contents of {name}")
     assert complaint(model).startswith(f"{model / name}: the file is damaged or was changed: its digest is ")
 
 
@@ -87,10 +95,10 @@ def test_each_service_checks_the_files_that_it_reads(model: Path) -> None:
     assert complaint(model, WEIGHT_FILES) == f"{model / 'model-1.safetensors'}: missing, but {MANIFEST} lists it"
 
 
-@pytest.mark.parametrize("name", ["model-3.safetensors", "generation_config.json"])
+@pytest.mark.parametrize("name", ["model-3.safetensors", "generation_config.json", TOOL_TEMPLATE])
 def test_an_additional_file_is_refused(model: Path, name: str) -> None:
     write_manifest(model)
-    (model / name).write_text("{}")
+    write(model / name, "{}")
     assert complaint(model).startswith(f"{model / name}: {MANIFEST} does not list it")
 
 

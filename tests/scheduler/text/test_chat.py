@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from quire.checksums import TOOL_TEMPLATE
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
 from scheduler.text import turns, workers
 from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
@@ -223,14 +224,20 @@ def test_templates_are_found_in_files_of_the_checkpoint(tmp_path: Path) -> None:
     assert load_template(checkpoint) == "three"
 
 
-async def test_the_template_named_tool_use_renders_chats_with_tools(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_files", [False, True])
+async def test_the_template_named_tool_use_renders_chats_with_tools(is_in_files: bool, tmp_path: Path) -> None:
     """Transformers chooses likewise. Each template renders as if it were alone, white space included."""
     templates = {
         "default": "\n {{ messages[0].content }}\n  \n",
         "tool_use": "\n{{ tools|length }} tools\n{% if 1 %}!{% endif %}\n",
     }
     named = [{"name": name, "template": template} for name, template in templates.items()]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    if is_in_files:
+        (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+        (tmp_path / TOOL_TEMPLATE).write_text(templates["tool_use"])
+        (tmp_path / "chat_template.jinja").write_text(templates["default"])
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     chats = {"default": Chat(CHAT), "tool_use": Chat(CHAT, tools=('{"name": "f"}',))}
     for template in (load_template(Checkpoint(tmp_path)), None):
         rendered = []
