@@ -15,6 +15,18 @@ _MAPS = {"properties", "patternProperties", "definitions", "$defs", "dependencie
 _DATA = {"enum", "const", "default", "examples", "example"}
 """Keywords whose values are no schemas."""
 
+_VALUES = {"enum", "const"}
+"""Keywords whose values the text has to have."""
+
+_CONTROL = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"
+"""Characters that JSON writes only as \\u and four digits, and DEL, which llguidance would write so too."""
+
+_IN_TEXT = re.compile(f"(?P<found>{_CONTROL})")
+
+_CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
+_IN_PATTERN = re.compile(rf"(?s)\[(?:\\.|[^\\\]])*\]|(?P<found>{_CONTROL}|\\(?:[av]|x{_CODE}|u00{_CODE}))|\\.")
+"""Skips classes of characters: those that cannot be written only make them smaller."""
+
 _BESIDE_REFERENCES = {"$ref", "$schema", "$id", "id", "definitions", "$defs"}
 """Keywords that stay beside `$ref`, because they restrict nothing, and other references may lead into them."""
 
@@ -51,3 +63,37 @@ def _restated(schema: Any) -> Any:
             value = _restated(value)
         restated[keyword] = value
     return restated
+
+
+def has_unwritable_text(schema: Any) -> bool:
+    """Returns whether a value or a pattern of a schema needs a control character that no string of the output can have.
+
+    llguidance would leave it out of the string, which then satisfies the schema no more. Names of properties are
+    written as they are. Raises RecursionError for a schema of hundreds of levels.
+    """
+    if isinstance(schema, list):
+        return any(map(has_unwritable_text, schema))
+    if not isinstance(schema, dict):
+        return False
+    for keyword, value in schema.items():
+        if keyword in _VALUES and _finds(_IN_TEXT, value):
+            return True
+        patterns = list(value) if keyword == "patternProperties" and isinstance(value, dict) else value
+        if keyword in ("pattern", "patternProperties") and _finds(_IN_PATTERN, patterns):
+            return True
+        if keyword in _MAPS and isinstance(value, dict):
+            value = list(value.values())
+        if keyword not in _DATA and has_unwritable_text(value):
+            return True
+    return False
+
+
+def _finds(characters: re.Pattern[str], value: Any) -> bool:
+    """Returns whether a string within a value has one of the characters."""
+    if isinstance(value, str):
+        return any(match["found"] for match in characters.finditer(value))
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return any(_finds(characters, each) for each in value)

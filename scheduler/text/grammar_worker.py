@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.grammar_options import JSON_OPTIONS
 from quire.grammars import COMPILER_STACK_BYTES, MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
-from quire.json_schemas import by_its_draft
+from quire.json_schemas import by_its_draft, has_unwritable_text
 
 from .worker_pipe import read_message, write_answer
 
@@ -44,6 +44,7 @@ def grammar_of(kind: str, text: str) -> str:
     kind  "json_schema", "regex", "lark", or "choice" with a JSON list of texts
     """
     if kind == "json_schema":
+        _check_texts(text)
         try:
             return LLMatcher.grammar_from_json_schema(_restated(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
@@ -58,6 +59,18 @@ def grammar_of(kind: str, text: str) -> str:
 def _lark_string(text: str) -> str:
     """Returns a text as a string of Lark: as in JSON, but DEL has to be escaped as well."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _check_texts(text: str) -> None:
+    """Raises BadGrammar for a schema whose texts llguidance would shorten. It refuses what cannot be read by itself."""
+    if "\\" not in text and "\x7f" not in text:
+        return
+    try:
+        is_unwritable = has_unwritable_text(json.loads(text))
+    except (ValueError, RecursionError):
+        return
+    if is_unwritable:
+        raise BadGrammar("const, enum and pattern can have no control character but \\b, \\f, \\n, \\r and \\t")
 
 
 def _restated(text: str) -> str:

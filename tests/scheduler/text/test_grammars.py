@@ -79,6 +79,32 @@ async def test_what_stands_beside_a_reference_holds_by_the_draft(
     assert not any(matches(vocabulary, grammar, each) for each in refused)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a\x1bb"},
+        {"items": {"enum": ["x", {"y": ["a\x7f"]}]}},
+        {"properties": {"const": {"pattern": "^a\\x1bb$"}}},
+        {"patternProperties": {"^a\x00b$": {}}},
+    ],
+)
+async def test_texts_that_strings_cannot_have_are_refused(make_compiler: MakeCompiler, schema: dict[str, Any]) -> None:
+    compiled = await compile_text(make_compiler(), "json_schema", json.dumps(schema))
+    assert compiled.problem == "const, enum and pattern can have no control character but \\b, \\f, \\n, \\r and \\t"
+
+
+async def test_control_characters_that_can_be_written_or_are_data_are_accepted(
+    make_compiler: MakeCompiler, vocabulary: LLTokenizer
+) -> None:
+    schema = {
+        "description": "\x1b",
+        "properties": {"\x1b": {"const": "\t\n"}, "enum": {"pattern": r"^[^\x00-\x1f\x7f]\\x1b$"}},
+        "required": ["\x1b", "enum"],
+    }
+    grammar = (await compile_text(make_compiler(), "json_schema", json.dumps(schema))).text
+    assert matches(vocabulary, grammar, json.dumps({"\x1b": "\t\n", "enum": r"a\x1b"}))
+
+
 async def test_white_space_in_json_is_bounded(make_compiler: MakeCompiler, vocabulary: LLTokenizer) -> None:
     value: Any = {"name": "x  y", "empty": {}, "list": [1, [], [[2]]]}
     for _ in range(4):
