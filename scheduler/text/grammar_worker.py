@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,33 @@ def grammar_of(kind: str, text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
 
 
+def unforced(grammar: str) -> str:
+    """Returns a grammar with the same texts, for which llguidance never chooses the tokens of a text.
+
+    It would choose the special token where only the name of one can come next, and then allow no token.
+    """
+    own = json.loads(grammar)["grammars"][0]
+    lark = own.get("lark_grammar") or f"start: %json {json.dumps(own['json_schema'])}"
+    if "%llguidance" in lark:
+        return grammar
+    lark += '\n%llguidance {"no_forcing": true}\n'
+    return json.dumps({"grammars": [{"lark_grammar": lark}]}, ensure_ascii=False)
+
+
+def names_special_token(kind: str, text: str, names: Collection[str]) -> bool:
+    """Returns whether the texts of a grammar can have one of these names. The arguments are those of `grammar_of`."""
+    if kind in ("json_schema", "choice"):
+        text = json.dumps(json.loads(text), ensure_ascii=False)
+    plain = text.replace("\\", "")
+    return any(name in plain for name in names)
+
+
+def special_names(tokenizer_json: str) -> frozenset[str]:
+    """Returns the names of the special tokens of a tokenizer."""
+    added = json.loads(tokenizer_json).get("added_tokens") or ()
+    return frozenset(token["content"] for token in added if token.get("special"))
+
+
 def _lark_string(text: str) -> str:
     """Returns a text as a string of Lark: as in JSON, but DEL has to be escaped as well."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -85,9 +113,14 @@ def _restated(text: str) -> str:
         return text
 
 
-def checked_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
-    """Returns the grammar, of which the executor makes the same matcher. Raises BadGrammar."""
+def checked_grammar(tokenizer: LLTokenizer, kind: str, text: str, names: Collection[str] = ()) -> str:
+    """Returns the grammar, of which the executor makes the same matcher. Raises BadGrammar.
+
+    names  of the special tokens of the tokenizer
+    """
     grammar = grammar_of(kind, text)
+    if names_special_token(kind, text, names):
+        grammar = unforced(grammar)
     num_bytes = len(grammar.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise BadGrammar(f"has {num_bytes} bytes in llguidance's form, more than {MAX_GRAMMAR_BYTES}")
@@ -108,11 +141,14 @@ class Vocabulary:
         self._eos_token_ids = settings["eos_token_ids"]
         self._max_memory_bytes = settings["max_memory_bytes"]
         self._tokenizer: LLTokenizer | None = None
+        self.special_names: frozenset[str] = frozenset()
 
     def tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Returns the tokenizer. From then on the memory of this process is limited."""
         if self._tokenizer is None:
-            self._tokenizer = grammar_tokenizer(self._path.read_text(encoding="utf-8"), vocab_size, self._eos_token_ids)
+            text = self._path.read_text(encoding="utf-8")
+            self._tokenizer = grammar_tokenizer(text, vocab_size, self._eos_token_ids)
+            self.special_names = special_names(text)
             resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self._max_memory_bytes,) * 2)
         return self._tokenizer
 
@@ -147,7 +183,7 @@ def main() -> None:
             continue
         signal.setitimer(signal.ITIMER_PROF, settings["max_s"])
         try:
-            answer = b"g", checked_grammar(tokenizer, message["kind"], message["text"])
+            answer = b"g", checked_grammar(tokenizer, message["kind"], message["text"], vocabulary.special_names)
         except BadGrammar as error:
             answer = b"e", str(error)[:MAX_ERROR_CHARACTERS]
         except MemoryError:

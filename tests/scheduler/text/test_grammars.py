@@ -105,6 +105,31 @@ async def test_control_characters_that_can_be_written_or_are_data_are_accepted(
     assert matches(vocabulary, grammar, json.dumps({"\x1b": "\t\n", "enum": r"a\x1b"}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "output"),
+    [
+        ("choice", '["a<|user|>b"]', "a<|user|>b"),
+        ("choice", '["</s>"]', "</s>"),
+        ("regex", r"<\|user\|>/", "<|user|>/"),
+        ("json_schema", r'{"const": "\u003c|user|>"}', '"<|user|>"'),
+        ("lark", 'start: "<|user|>"', "<|user|>"),
+    ],
+)
+async def test_texts_may_have_the_names_of_special_tokens(
+    make_compiler: MakeCompiler, vocabulary: LLTokenizer, kind: str, text: str, output: str
+) -> None:
+    followed = matcher(vocabulary, (await compile_text(make_compiler(), kind, text)).text)
+    written = b""
+    while not followed.is_accepting():
+        mask = int.from_bytes(followed.compute_bitmask(), "little")
+        allowed = [i for i in range(vocabulary.vocab_size) if mask >> i & 1 and not vocabulary.is_special_token(i)]
+        assert allowed
+        followed.consume_token(allowed[0])
+        assert not followed.get_error()
+        written += vocabulary.decode_bytes(allowed[:1])
+    assert written.decode() == output
+
+
 async def test_white_space_in_json_is_bounded(make_compiler: MakeCompiler, vocabulary: LLTokenizer) -> None:
     value: Any = {"name": "x  y", "empty": {}, "list": [1, [], [[2]]]}
     for _ in range(4):
