@@ -26,8 +26,7 @@ class Completion:
 
     __slots__ = (
         "_detokenizer",
-        "_ending_token_ids",
-        "_include_stop",
+        "_hidden_token_ids",
         "_logprobs",
         "_matcher",
         "_max_tokens",
@@ -55,8 +54,9 @@ class Completion:
         self.score: float | None = None
         self.is_reported = False
         self._detokenizer = detokenizer
-        self._ending_token_ids = settings.ending_token_ids
-        self._include_stop = settings.include_stop and not settings.shows_special_tokens
+        self._hidden_token_ids = settings.ending_token_ids
+        if settings.include_stop:
+            self._hidden_token_ids &= settings.nameless_token_ids
         self._matcher: StopMatcher | None = None
         if settings.stop:
             self._matcher = StopMatcher(
@@ -154,6 +154,6 @@ class Completion:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # An ending token can only be the last token of a sequence.
-        if token_ids and token_ids[-1] in self._ending_token_ids and not self._include_stop:
+        if token_ids and token_ids[-1] in self._hidden_token_ids:
             token_ids = token_ids[:-1]
         return self._detokenizer.decode(token_ids)

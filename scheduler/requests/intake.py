@@ -225,7 +225,7 @@ class Intake:
             )
 
         request = complete()
-        stream_settings = checker.stream_settings(request)
+        stream_settings = checker.stream_settings(request, self.model.tokenizer.special_token_ids)
         if checker.is_resumable or checker.resumption is not None:
             new_continuation = partial(continuation_of, self._engine, request)
             stream_settings = replace(stream_settings, new_continuation=new_continuation)

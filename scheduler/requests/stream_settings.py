@@ -18,7 +18,7 @@ class StreamSettings:
     num_logprobs                log-probabilities for each token, its own included; 0: none
     num_prompt_logprobs         the same for each prompt token but the first
     num_cached_tokens           of a resumed stream: what its first stream has reported
-    shows_special_tokens        the text has the names of special tokens, except of the last one
+    nameless_token_ids          special tokens, if the text has their names: the last token's name is left out
     token_bytes                 returns the bytes of a token, for log-probabilities; None: they are not requested
     follows_grammar             the output is restricted to a grammar
     new_continuation            makes the continuation of `Started` from the number of cached tokens; None: it has none
@@ -35,6 +35,6 @@ class StreamSettings:
     num_prompt_logprobs: int = 0
     num_cached_tokens: int | None = None
     follows_grammar: bool = False
-    shows_special_tokens: bool = False
+    nameless_token_ids: frozenset[int] = frozenset()
     token_bytes: Callable[[int], bytes] | None = None
     new_continuation: Callable[[int], pb.Continuation] | None = None

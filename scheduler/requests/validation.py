@@ -130,7 +130,7 @@ class RequestChecker:
         """True unless tokenizers write a space before the output that is not meant, as before an answer in a chat."""
         return self.chat is None or self.chat.continues_last or self.grammar is not None  # a grammar allowed the space
 
-    def stream_settings(self, request: Request) -> StreamSettings:
+    def stream_settings(self, request: Request, special_token_ids: frozenset[int]) -> StreamSettings:
         """Returns what the response stream of the completed request needs."""
         return StreamSettings(
             client_request_id=self._client_request_id or f"quire-{request.request_id}",
@@ -139,7 +139,7 @@ class RequestChecker:
             ending_token_ids=self._ending_token_ids,
             stop=self._stop,
             include_stop=self._include_stop,
-            shows_special_tokens=self.shows_special_tokens,
+            nameless_token_ids=special_token_ids if self.shows_special_tokens else frozenset(),
             min_tokens=self._min_tokens,
             num_logprobs=request.params.num_logprobs,
             num_prompt_logprobs=request.params.num_prompt_logprobs,

@@ -51,6 +51,9 @@ class Tokenizer:
         tokenizer.no_padding()
         self.special_tokens = special_tokens or {}
         """Special tokens by role: {"bos_token": "<s>", …}."""
+        self.special_token_ids = frozenset(
+            i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
         self._whole_vocabulary = Vocabulary(tokenizer, shows_special_tokens=True)

@@ -95,8 +95,16 @@ def test_eos_ids_are_those_of_the_model_unless_ignored() -> None:
 def test_repeated_stops_are_dropped() -> None:
     checker = check(request(stopping={"stop": ["b", "a", "b"], "stop_token_ids": [4, 4, 3]}))
     admitted = checker.complete([1], BOUNDS, request_id=1, deadline_s=None)
-    assert checker.stream_settings(admitted).stop == ("b", "a")
+    assert checker.stream_settings(admitted, frozenset()).stop == ("b", "a")
     assert admitted.params.stop_token_ids == (4, 3)
+
+
+@pytest.mark.parametrize("shows_names", [False, True])
+def test_special_tokens_that_end_the_text_are_nameless_beside_names(shows_names: bool) -> None:
+    checker = check(request(output={"special_tokens": shows_names}))
+    admitted = checker.complete([1], BOUNDS, request_id=1, deadline_s=None)
+    settings = checker.stream_settings(admitted, frozenset({2}))
+    assert settings.nameless_token_ids == (frozenset({2}) if shows_names else frozenset())
 
 
 def test_each_sequence_has_its_own_seed() -> None:

@@ -37,7 +37,11 @@ def test_names_are_shown_if_asked_for(name: str) -> None:
 def test_the_token_that_ends_the_text_is_not_shown(include_stop: bool) -> None:
     special = special_of("byte_level")
     settings = StreamSettings(
-        "r", 1, ending_token_ids=frozenset({special}), include_stop=include_stop, shows_special_tokens=True
+        "r",
+        1,
+        ending_token_ids=frozenset({special}),
+        include_stop=include_stop,
+        nameless_token_ids=frozenset({special}),
     )
     vocabulary = Vocabulary(ALL["byte_level"], shows_special_tokens=True)
     completion = Completion(0, settings, vocabulary.detokenizer())
@@ -45,3 +49,17 @@ def test_the_token_that_ends_the_text_is_not_shown(include_stop: bool) -> None:
     message = completion.take()
     assert message is not None
     assert message.delta.text == "a"
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_id_that_is_no_special_token_keeps_its_text_beside_names(include_stop: bool) -> None:
+    special, (first, last) = special_of("byte_level"), ALL["byte_level"].encode("a!", add_special_tokens=False).ids
+    settings = StreamSettings(
+        "r", 1, ending_token_ids=frozenset({last}), include_stop=include_stop, nameless_token_ids=frozenset({special})
+    )
+    vocabulary = Vocabulary(ALL["byte_level"], shows_special_tokens=True)
+    completion = Completion(0, settings, vocabulary.detokenizer())
+    completion.add([first, special, last], None)
+    message = completion.take()
+    assert message is not None
+    assert message.delta.text == "a" + ALL["byte_level"].id_to_token(special) + ("!" if include_stop else "")
