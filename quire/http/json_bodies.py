@@ -12,6 +12,7 @@ import gc
 import json
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +22,7 @@ from quire.http.parsing_turns import ParsingTurns
 from quire.json_depth import MAX_JSON_DEPTH, is_deep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -116,14 +117,15 @@ class JsonBodies:
         if len(data) <= FREE_BYTES:
             return parse(parse_json(data, self._bounds.max_marks))
         await self._turns.take(address)
-        began_s = time.monotonic()
+        times_s: list[float] = []
         try:
-            value = parse_json(data, self._bounds.max_marks)
+            with _measured(times_s):
+                value = parse_json(data, self._bounds.max_marks)
             await asyncio.sleep(0)  # other tasks run between the two, each of which takes milliseconds
-            return parse(value)
+            with _measured(times_s):
+                return parse(value)
         finally:
-            pause_s = (1 / _MAX_SHARE - 1) * (time.monotonic() - began_s)
-            asyncio.get_running_loop().call_later(pause_s, self._turns.end)
+            asyncio.get_running_loop().call_later((1 / _MAX_SHARE - 1) * sum(times_s), self._turns.end)
 
     def _hold(self, address: str, num_bytes: int) -> None:
         if (
@@ -135,6 +137,16 @@ class JsonBodies:
 
     def _too_large(self) -> BodyRefused:
         return BodyRefused(413, f"must have at most {self._bounds.max_bytes} bytes")
+
+
+@contextmanager
+def _measured(times_s: list[float]) -> Iterator[None]:
+    """Adds the time that the block takes, in seconds."""
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        times_s.append(time.monotonic() - began_s)
 
 
 def parse_json(data: bytes, max_marks: int) -> object:

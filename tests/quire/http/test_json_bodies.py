@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,3 +207,21 @@ async def test_the_next_large_body_is_parsed_after_a_pause(monkeypatch: pytest.M
     assert reading.parsed == ["a"]
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
+
+
+async def test_the_pause_does_not_grow_with_the_time_of_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def work() -> None:
+        now_s[0] += 100.0
+
+    def parse(data: bytes, max_marks: int) -> object:
+        asyncio.get_running_loop().call_soon(work)
+        return parse_json(data, max_marks)
+
+    monkeypatch.setattr(json_bodies, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(json_bodies, "parse_json", parse)
+    reading = Reading()
+    async with asyncio.timeout(1):
+        await asyncio.gather(*(reading.begin(remote, FREE_BYTES) for remote in ("a", "b")))
+    assert reading.parsed == ["a", "b"]
