@@ -89,8 +89,10 @@ def _read_message(fields: dict[str, Any], path: str) -> dict[str, Any]:
             }
             for i, (call_id, name, text) in enumerate(message["tool_calls"])
         ]
-    if "reasoning_content" in message:
-        message["thinking"] = message["reasoning_content"]  # templates know it by one of these names
+    # Templates know it by one of these names. That of gpt-oss reads the second one, and refuses it beside a content and
+    # calls: it shows the content as their thought.
+    if "reasoning_content" in message and not (message["content"] and "tool_calls" in message):
+        message["thinking"] = message["reasoning_content"]
     return message
 
 

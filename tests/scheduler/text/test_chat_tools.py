@@ -123,6 +123,26 @@ async def test_templates_receive_what_transformers_gives_them(template: str) -> 
         assert await tested.render(bare) == expected(template, bare, add_generation_prompt=True)
 
 
+@pytest.mark.parametrize(
+    ("content", "calls", "shown"),
+    [("", True, "Look."), ("I ask.", True, "I ask."), ("It is sunny.", False, "Look."), ("", False, "Look.")],
+)
+async def test_a_template_that_refuses_a_thought_beside_a_content_and_calls_gets_no_thought(
+    content: str, calls: bool, shown: str
+) -> None:
+    """The template of gpt-oss is such a one."""
+    refusing = (
+        "{% set m = messages[0] %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}"
+        "{% endif %}{{ m.thinking or m.content }}"
+    )
+    tool_calls = (ToolCall("c1", "weather", "{}"),) if calls else ()
+    chat = Chat([ChatMessage("assistant", content, reasoning_content="Look.", tool_calls=tool_calls)])
+    async with renderer(refusing) as tested:
+        assert await tested.render(chat) == shown
+    async with renderer("{{ messages[0].reasoning_content }}{{ messages[0].content }}") as tested:
+        assert await tested.render(chat) == "Look." + content
+
+
 @pytest.mark.parametrize("template", [HERMES, LLAMA3, MISTRAL])
 @pytest.mark.parametrize("content", ["It is", "It is ", "  It is  ", "It is\n"])
 async def test_the_last_message_can_be_continued(template: str, content: str) -> None:
@@ -199,7 +219,7 @@ def full_of(text: str) -> Chat:
     call = ToolCall(text, text, json.dumps({text: [text]}))
     messages = [
         ChatMessage("user", "a", name=text),
-        ChatMessage("assistant", "b", reasoning_content=text, tool_calls=(call,)),
+        ChatMessage("assistant", "", reasoning_content=text, tool_calls=(call,)),
         ChatMessage("tool", text, tool_call_id=text, name=text),
     ]
     return Chat(messages, (json.dumps(tool),), {"thinking": json.dumps([text])})
