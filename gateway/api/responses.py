@@ -154,10 +154,23 @@ def _add_input(fields: Fields, chat: pb.ChatPrompt) -> None:
     items = fields.few_items("input", MAX_MESSAGES)
     if not items:
         fields.add_problem("input", "must be a string, or a list with at least one item")
+    thoughts: list[str] = []
     for place, value in fields.numbered("input", items):
         item = Fields(value, f"{place}.", fields.problems)
         if isinstance(value, dict):
-            _add_item(item, chat)
+            if item.get("type") == "reasoning":
+                thoughts += [item.joined_text("content", ("reasoning_text", "text"))] if "content" in item else []
+            else:
+                _add_item(item, chat)
+                _add_thoughts(thoughts, chat)
+                thoughts = []
+
+
+def _add_thoughts(thoughts: list[str], chat: pb.ChatPrompt) -> None:
+    """Adds thoughts to the message of the assistant that follows them. Those before another message are left out."""
+    if any(thoughts) and chat.messages and chat.messages[-1].role == "assistant":
+        message = chat.messages[-1]
+        message.reasoning_content = "\n".join([message.reasoning_content] * bool(message.reasoning_content) + thoughts)
 
 
 def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
@@ -181,8 +194,6 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
         case "function_call_output":
             item.check_names({"type", "call_id", "output", "id"}, _STATUS)
             chat.messages.add(role="tool", content=_content(item, "output"), tool_call_id=item.required("call_id"))
-        case "reasoning":
-            pass  # an earlier answer's, which templates leave out of later turns
         case kind:
             item.add_problem("type", f"is not supported: {shown(kind)}")
 

@@ -69,6 +69,25 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert parse(tools=[TOOL], tool_choice="none").chat.tools
 
 
+def thought(*texts: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text} for text in texts]
+    return {"id": "rs_1", "type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+def test_a_thought_comes_with_what_the_assistant_has_written_after_it() -> None:
+    output = {"type": "function_call_output", "call_id": "c1", "output": "one"}
+    answer = {"role": "assistant", "content": "c"}
+    items = [USER, thought("x"), CALL, thought("y"), CALL, output, thought("z"), answer, thought("lost"), USER, answer]
+    messages = parse(input=items).chat.messages
+    assert [(m.role, m.reasoning_content) for m in messages] == [
+        ("user", ""), ("assistant", "x\ny"), ("tool", ""), ("assistant", "z"), ("user", ""), ("assistant", ""),
+    ]  # fmt: skip
+    hidden = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "content": None}
+    for empty in (hidden, thought(), hidden | {"encrypted_content": "e"}):
+        assert not parse(input=[USER, empty, answer]).chat.messages[1].HasField("reasoning_content")
+    assert refused(input=[thought("a") | {"content": [{"type": "image"}]}, answer]).param == "input[0].content[0].type"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
