@@ -134,7 +134,9 @@ def abort(request: web.Request) -> None:
 
 
 def _error_of(refused: BodyRefused) -> QuireError:
-    return QueueFull("too many bodies are arriving") if refused.status == 503 else InvalidRequest({"": refused.problem})
+    if refused.status == 503:
+        return QueueFull("too many bodies are arriving")
+    return InvalidRequest({"body": refused.problem})
 
 
 def _caller(request: web.Request) -> Caller:
@@ -150,7 +152,7 @@ async def _write(response: web.StreamResponse, is_resumable: bool, message: pb.G
 def read_fields(body: object) -> RequestFields:
     """Returns the fields of a JSON request. Raises InvalidRequest for unknown keys; values are not checked here."""
     if not isinstance(body, dict):
-        raise InvalidRequest({"": "must be a JSON object"})
+        raise InvalidRequest({"body": "must be a JSON object"})
     fields = RequestFields()
     for name, value in _known(body, "", JSON_FIELDS, fields).items():
         if name == "chat":

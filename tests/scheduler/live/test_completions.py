@@ -126,7 +126,7 @@ async def test_closing_the_connection_takes_a_request_out_of_the_queue(
         (body(resume={"continuation": "", "sequences": [{"finished": 10**30}]}),
          {"resume.sequences[0]"}),
         ({}, {"prompt"}),
-        ([], {""}),
+        ([], {"body"}),
     ],
 )  # fmt: skip
 async def test_violations_are_reported_by_field(
@@ -173,7 +173,9 @@ async def test_a_body_that_is_not_json_is_refused(served: Served, session: aioht
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{served.url}/live/completions", data=data, headers=headers) as response:
         assert response.status == 400
-        assert (await response.json())["error"]["violations"][0]["problem"] == "must be JSON"
+        error = (await response.json())["error"]
+        assert error["message"] == "body: must be JSON"
+        assert error["violations"] == [{"field": "body", "problem": "must be JSON"}]
 
 
 @pytest.mark.parametrize("has_length", [False, True])
