@@ -49,6 +49,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is late because other processes use the cores, but for tests that set another time."""
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
+
+
 def admit_again(driver: PlanDriver, sequence: DrivenSequence) -> DrivenSequence:
     """Admits the rest of a deferred sequence. Its last token has no meaning."""
     num_left = sequence.params.max_total_tokens - len(sequence.tokens) + 1
@@ -168,6 +174,7 @@ def test_a_grammar_that_compiles_for_long_defers_its_first_token(monkeypatch, ru
     driver.step()
     assert sequence.reason is EndReason.DEFERRED
     is_open.set()
+    monkeypatch.setattr(slot_grammar, "MAX_WAIT_S", 60.0)
     runner.slots._grammars._grammars.start((GRAMMAR, (EOS,))).result()
     again = admit_again(driver, sequence)
     driver.run()

@@ -273,8 +273,8 @@ async def test_streams_do_not_move_from_a_scheduler_that_serves_again_and_report
         fake.state = last.load.state
         rig.report(fake, last)
         await until(lambda: not scheduler.is_ready)
-        fake.state, fake.reports = pb.SERVER_STATE_SERVING, None
         await fake.stop()
+        fake.state, fake.reports = pb.SERVER_STATE_SERVING, None
         await fake.start()
         await until(lambda: scheduler.is_ready)
         for each in rig.fakes:
