@@ -34,12 +34,23 @@ class MessageLogprobs:
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._tokens = deque[_Token]()
+        self._spaced: _Token | None = None  # the first token, if it begins with a space and no text has arrived
+        self._has_begun = False
         self._num_held = 0  # characters that have arrived, and that no event has covered
 
     def add(self, text: str, entries: Iterable[dict[str, Any]]) -> None:
         """Adds the text and the tokens of a delta."""
         self._num_held += len(text)
-        self._tokens.extend(_Token(entry, len(self._utf8.decode(bytes(entry["bytes"])))) for entry in entries)
+        for entry in entries:
+            completed = self._utf8.decode(bytes(entry["bytes"]))
+            self._tokens.append(_Token(entry, len(completed)))
+            if completed and not self._has_begun:
+                self._has_begun = True
+                self._spaced = self._tokens[-1] if completed.startswith(" ") else None
+        if text and self._spaced is not None:
+            if not text.startswith(" "):  # some tokenizers drop the space before the first word of a text
+                self._spaced.num_left -= 1
+            self._spaced = None
 
     def cover(self, text: str, *, is_message: bool = False) -> list[dict[str, Any]]:
         """Takes the text of the next event. Returns the log-probabilities that a message gets with it."""

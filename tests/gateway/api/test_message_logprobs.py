@@ -54,6 +54,13 @@ def taken(*deltas: tuple[str, list[bytes], list[tuple[str, bool]]]) -> list[byte
         # Tokens have names that the text lacks, and spaces that a first word loses. Later tokens keep their places.
         ([("", [b"<s>"], []), ("a", [b" a"], [("a", True)]), ("b", [b"b"], [("b", True)])], [b"<s>", b" a", b"b"]),
         ([("a", [b"a"], [("a", True)]), ("", [b"</s>"], [])], [b"a", b"</s>"]),
+        # The space that the first word loses moves no later border.
+        ([("no|yes", [b" no", b"|", b"yes"], [("no", False), ("|", False), ("yes", True)])], [b"yes"]),
+        (
+            [("", [b" "], []), ("no|a", [b"no", b"|", b"a"], [("no", True), ("|", False), ("a", True)])],
+            [b" ", b"no", b"a"],
+        ),
+        ([(" no|a", [b" no", b"|", b"a"], [(" no", False), ("|", False), ("a", True)])], [b"a"]),
     ],
 )
 def test_messages_get_every_token_with_a_part_of_their_text(deltas: Any, tokens: list[bytes]) -> None:
