@@ -19,6 +19,8 @@ from tests.support.gateway.rig import content, parsed_events
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from quire import AsyncClient
+
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "fox", "owl")]
 NUM_TOKENS = 500
 NUM_STREAMS = int(os.environ.get("NUM_STREAMS", str(len(PROMPTS))))
@@ -45,18 +47,23 @@ async def streamed(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> l
         return parsed_events(await response.text())
 
 
+async def texts(client: AsyncClient, asked: list[tuple[str, int]]) -> list[str]:
+    """Returns the text for each prompt and seed, as the scheduler's own protocol gives it."""
+    completions = await asyncio.gather(
+        *(client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True) for prompt, seed in asked)
+    )
+    return [completion.text for completion in completions]
+
+
 @pytest.mark.timeout(600)
 async def test_streams_survive_the_death_of_each_service(served: Stack) -> None:
     """Streams of one prompt differ by their seed, which makes each of them a text of its own."""
     asked = [(PROMPTS[i % len(PROMPTS)], 7 + i // len(PROMPTS)) for i in range(NUM_STREAMS)]
     async with aiohttp.ClientSession(f"http://{served.openai}") as http, served.client() as client:
         num_resumed = await _num_resumed(http)
-        expected = []
-        for prompt, seed in asked:
-            completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
-            expected.append(completion.text)
-        undisturbed = [content(await streamed(http, prompt)) for prompt, _ in asked[: len(PROMPTS)]]
-        assert undisturbed == expected[: len(PROMPTS)]
+        expected = await texts(client, asked)
+        undisturbed = await asyncio.gather(*(streamed(http, prompt) for prompt in PROMPTS))
+        assert [content(events) for events in undisturbed] == expected[: len(PROMPTS)]
         for service in ("executor", "scheduler"):
             answers = asyncio.gather(*(streamed(http, prompt, seed=seed) for prompt, seed in asked))
             await until(lambda: _is_running(served, NUM_STREAMS), "all requests run")
@@ -74,10 +81,7 @@ async def test_streams_of_one_gateway_survive_the_death_of_another(served: Stack
     with ExitStack() as ending:
         async with served.client() as client:
             num_cancelled = await _num_cancelled(served)
-            expected = []
-            for prompt, seed in asked:
-                completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
-                expected.append(completion.text)
+            expected = await texts(client, asked)
             gateways = [_gateway(served) for _ in range(2)]
             for gateway in gateways:
                 ending.callback(gateway.kill)
