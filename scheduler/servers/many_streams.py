@@ -113,7 +113,7 @@ class ManyStreams:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest | BadMessage]) -> None:
-        """Acts on each request. Raises InvalidRequest if one makes no sense."""
+        """Acts on each request. Raises InvalidRequest or BadMessage if one makes no sense."""
         async for request in requests:
             self._act(request)
             while len(self._streams) >= 2 * self._max_streams:
@@ -123,7 +123,7 @@ class ManyStreams:
     def _act(self, request: pb.GenerateManyRequest | BadMessage) -> None:
         if isinstance(request, BadMessage):
             if request.first_number is None:
-                raise InvalidRequest({"": str(request)})
+                raise request
             self._add(request.first_number).fail(InvalidRequest({"open": str(request)}))
             self._opener.counted()
             return
