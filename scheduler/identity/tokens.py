@@ -88,7 +88,7 @@ class TokenVerifier:
         key_id = header.get("kid")
         if key_id is None and len(self._keys) == 1:
             (key,) = self._keys.values()
-        elif key_id is None or (found := self._keys.get(key_id)) is None:
+        elif (found := self._keys.get(key_id)) is None:
             return None
         else:
             key = found

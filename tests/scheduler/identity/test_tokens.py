@@ -76,6 +76,18 @@ async def test_a_token_names_tenant_role_and_subject(file: Path) -> None:
     assert (await verifier.identify(made)).roles == {Role.GENERATE}
 
 
+async def test_a_token_without_a_key_id_is_verified_with_the_key_that_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "jwks.json"
+    without_id = public_entry("first")
+    del without_id["kid"]
+    path.write_text(jwks(without_id, public_entry("second")))
+    verifier = TokenVerifier(settings(path))
+    assert (await verifier.identify(jwt.encode(claims(), KEYS["first"], "RS256"))).name == "u1"
+    assert (await verifier.identify(token("second"))).name == "u1"
+    with pytest.raises(Unauthenticated):
+        await verifier.identify(jwt.encode(claims(), KEYS["second"], "RS256"))
+
+
 async def test_the_names_of_the_claims_can_be_chosen(file: Path) -> None:
     verifier = TokenVerifier(settings(file, tenant_claim="https://x/org", role_claim="groups"))
     identity = await verifier.identify(token(**{"https://x/org": "org-5", "groups": ["admin"]}))
