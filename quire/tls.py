@@ -8,6 +8,7 @@ connects for long asks for them before each attempt (`watched_channel_credential
 
 from __future__ import annotations
 
+import socket
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -115,7 +116,17 @@ def peer_names(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
 
 def certificate_names(certificate: Mapping[str, Any] | None) -> list[str]:
     """Returns the same names as `peer_names`, from `SSLObject.getpeercert()`."""
-    return [str(name) for _, name in (certificate or {}).get("subjectAltName", ())]
+    return [_as_grpc_writes(kind, str(name)) for kind, name in (certificate or {}).get("subjectAltName", ())]
+
+
+def _as_grpc_writes(kind: str, name: str) -> str:
+    """Returns an IPv6 address in its short form, "2001:db8::1", for which Python writes "2001:DB8:0:0:0:0:0:1"."""
+    if kind != "IP Address":
+        return name
+    try:
+        return socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, name))
+    except OSError:  # an IPv4 address, which both write in the same way
+        return name
 
 
 @dataclass(frozen=True, slots=True)

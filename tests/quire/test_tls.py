@@ -126,8 +126,12 @@ async def test_a_client_connects_with_the_authoritys_certificate_only(files: Tls
     [
         (grpc_server, call, "URI:spiffe://example/billing", "spiffe://example/billing"),
         (asyncio_server, read_line, "IP:10.0.0.1", "10.0.0.1"),
+        (grpc_server, call, "IP:2001:db8::1", "2001:db8::1"),
+        (asyncio_server, read_line, "IP:2001:db8::1", "2001:db8::1"),
+        (grpc_server, call, "IP:::ffff:1.2.3.4", "::ffff:1.2.3.4"),
+        (asyncio_server, read_line, "IP:::ffff:1.2.3.4", "::ffff:1.2.3.4"),
     ],
-    ids=["grpc", "asyncio"],
+    ids=["grpc", "asyncio", "grpc-ipv6", "asyncio-ipv6", "grpc-mapped", "asyncio-mapped"],
 )
 async def test_a_required_client_certificate_is_checked_and_its_names_are_known(
     served: Served, ask: Ask, san: str, name: str, authority: Authority, files: TlsFiles, tmp_path: Path
