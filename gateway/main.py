@@ -215,5 +215,5 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _give_up(error: Exception, exit_code: int) -> int:
-    put_line(sys.stderr, f"quire gateway: {error}")
+    logs.put_last_line(f"quire gateway: {error}")
     return exit_code

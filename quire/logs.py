@@ -20,7 +20,7 @@ import structlog
 from structlog.contextvars import bind_contextvars, merge_contextvars
 from structlog.stdlib import ExtraAdder, ProcessorFormatter
 
-from quire.log_writer import WritingHandler
+from quire.log_writer import WritingHandler, put_line
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
@@ -49,6 +49,16 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
     # Lines do not name their thread, process or line of code: looking them up takes a quarter of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # skips looking up the caller
+
+
+def put_last_line(line: str) -> None:
+    """Writes the reason for the end of a service to standard error, after all lines of the log.
+
+    Commands show the last line of a service that could not start, and log lines that wait would come after it.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    put_line(sys.stderr, line)
 
 
 def log_as(**fields: str) -> None:

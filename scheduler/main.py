@@ -267,5 +267,5 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def _give_up(error: Exception, exit_code: int) -> int:
-    put_line(sys.stderr, f"quire scheduler: {error}")
+    logs.put_last_line(f"quire scheduler: {error}")
     return exit_code

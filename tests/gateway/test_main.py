@@ -69,6 +69,18 @@ async def answer(address: str) -> list[Any]:
             return parsed_events(await response.text())
 
 
+async def test_the_reason_for_its_end_is_the_last_line_of_the_log() -> None:
+    fake = FakeScheduler()
+    await fake.start()
+    async with Gateway(scheduler=fake.address) as first:
+        taken = await first.ready()
+        async with Gateway(scheduler=fake.address, listen=taken) as second:
+            code, log = await second.ended()
+    await fake.stop()
+    assert code == 3
+    assert log.splitlines()[-1].startswith(f"quire gateway: cannot listen on {taken}: ")
+
+
 async def test_sigterm_drains() -> None:
     fake = FakeScheduler()
     await fake.start()

@@ -222,3 +222,17 @@ raise SystemExit(3)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert json.loads(done.stderr)["event"] == "the end"
+
+
+def test_the_reason_for_the_end_comes_after_the_log() -> None:
+    script = """
+import logging
+from quire.logs import configure, put_last_line
+configure("scheduler", "info", "console")
+logging.getLogger("x").info("before")
+put_last_line("quire scheduler: the reason")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    before, reason = done.stderr.splitlines()
+    assert "before" in before
+    assert reason == "quire scheduler: the reason"
