@@ -32,7 +32,7 @@ class TenantSettings:
     """The settings of one tenant.
 
     terms                what the core grants
-    requests_per_minute  requests that are accepted; None: any number, as for the next one
+    requests_per_minute  requests, those refused for now not included; None: any number, as for the next one
     tokens_per_minute    tokens of prompts and outputs
     default_max_tokens   max_tokens of requests that set none; None: as many as fit
     default_n            n of requests that set none
