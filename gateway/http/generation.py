@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gateway.metrics import GatewayMetrics
     from gateway.schedulers.schedulers import Schedulers
     from quire.http.json_bodies import JsonBodies
-    from quire.slow_readers import SlowReaders
+    from quire.http.slow_readers import SlowReaders
     from quire.v1 import generation_pb2 as pb
 
 log = logging.getLogger(__name__)

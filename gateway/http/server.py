@@ -28,8 +28,8 @@ from quire.http.allowed_hosts import AllowedHosts
 from quire.http.browsers import is_of_another_origin, is_sent_by_a_browser
 from quire.http.json_bodies import BodyBounds, BodyRefused, JsonBodies
 from quire.http.runner import http_runner
+from quire.http.slow_readers import SlowReaders
 from quire.http.unread_bodies import UnreadBodies
-from quire.slow_readers import SlowReaders
 
 if TYPE_CHECKING:
     import ssl

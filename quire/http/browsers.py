@@ -10,6 +10,7 @@ from aiohttp import web
 
 
 def is_sent_by_a_browser(request: web.Request) -> bool:
+    """Returns whether a request has a header that only browsers send."""
     return "Origin" in request.headers or "Sec-Fetch-Site" in request.headers
 
 

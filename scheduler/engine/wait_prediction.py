@@ -77,6 +77,26 @@ class WaitPrediction:
 
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
         """Measures after each commit, and tells the core how long sequences run."""
+        self._average(events)
+        if not core.is_attached:  # nothing is served now, and the next executor may be slower or faster
+            self._service = self._num_steps = self._busy_s = self._steps_s = 0.0
+            self._last = None
+            return
+        service, num_steps = _total_service(core), core.state.counters.num_steps
+        if self._last is not None and now_s > self._last[0]:
+            last_s, last_service, last_steps, has_decoded = self._last
+            decay = 0.5 ** ((now_s - last_s) / HALF_LIFE_S)
+            self._busy_s = decay * self._busy_s + (now_s - last_s)
+            self._service = decay * self._service + (service - last_service)
+            if has_decoded:
+                self._steps_s = decay * self._steps_s + (now_s - last_s)
+                self._num_steps = decay * self._num_steps + (num_steps - last_steps)
+        has_decodes = bool(core.state.batch.decoding)
+        self._last = (now_s, service, num_steps, has_decodes) if core.num_waiting else None
+        core.set_run_time(self._run_time(RUN_TIME_MARGIN))
+
+    def _average(self, events: Events) -> None:
+        """Averages the prompts and results of requests that started, and the outputs of sequences that ended."""
         for sequence in events.started:
             num_results = 1 if sequence.request.outputs else sequence.request.num_results
             self._num_started += 1 - START_GAIN * self._num_started
@@ -94,22 +114,6 @@ class WaitPrediction:
                     self._num_output_tokens = known + OUTPUT_GAIN * (num_tokens - known)
                 else:
                     self._num_output_tokens = known
-        if not core.is_attached:  # nothing is served now, and the next executor may be slower or faster
-            self._service = self._num_steps = self._busy_s = self._steps_s = 0.0
-            self._last = None
-            return
-        service, num_steps = _total_service(core), core.state.counters.num_steps
-        if self._last is not None and now_s > self._last[0]:
-            last_s, last_service, last_steps, has_decoded = self._last
-            decay = 0.5 ** ((now_s - last_s) / HALF_LIFE_S)
-            self._busy_s = decay * self._busy_s + (now_s - last_s)
-            self._service = decay * self._service + (service - last_service)
-            if has_decoded:
-                self._steps_s = decay * self._steps_s + (now_s - last_s)
-                self._num_steps = decay * self._num_steps + (num_steps - last_steps)
-        has_decodes = bool(core.state.batch.decoding)
-        self._last = (now_s, service, num_steps, has_decodes) if core.num_waiting else None
-        core.set_run_time(self._run_time(RUN_TIME_MARGIN))
 
     def _run_time(self, margin: float = 1.0) -> RunTime:
         if self._num_output_tokens is None or not self._num_steps:

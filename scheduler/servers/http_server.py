@@ -12,10 +12,10 @@ from aiohttp import web
 from quire.addresses import HostPort, at_port, listen_error
 from quire.http.allowed_hosts import AllowedHosts
 from quire.http.runner import http_runner
+from quire.http.slow_readers import SlowReaders
 from quire.http.static_files import HEADERS
 from quire.http.unread_bodies import UnreadBodies
 from quire.loop_heartbeat import LoopHeartbeat
-from quire.slow_readers import SlowReaders
 from quire.tls import ssl_context
 from scheduler.core import QueueFull
 from scheduler.servers.access import Access

@@ -116,6 +116,9 @@ async def test_pages_of_other_sites_are_refused() -> None:
             ({"Origin": f"http://{own}"}, 200),
             ({"Origin": "http://evil.example"}, 403),
             ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Sec-Fetch-Site": "same-site"}, 403),
+            ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}, 403),  # a form, and not a link
+            ({"Origin": "null"}, 403),
             ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8000"}, 403),
             ({"Origin": "http://evil.example:8000", "Host": "evil.example:8000"}, 403),
             ({"Origin": "https://chat.example", "Host": "chat.example"}, 200),

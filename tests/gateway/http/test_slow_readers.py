@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from gateway.http.reader import Reader
-from quire.slow_readers import SlowReaders
+from quire.http.slow_readers import SlowReaders
 from quire.v1 import generation_pb2 as pb
 from tests.gateway.http.test_clients import raw_chat
 from tests.support.gateway.fake_scheduler import Answer, delta, finished, started
