@@ -17,7 +17,7 @@ from scheduler.core import ExecutorLost, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
 from scheduler.engine.executor_client import ExecutorClient, PlanStream
 from tests.support.executor.fake_runner import FakeRunner, loaded
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 NUM_STREAMS = 50
 NUM_PLANS = 10
@@ -28,12 +28,12 @@ LARGE_PLAN = StepPlan(1, 1, retired_slots=[0] * 500_000)
 async def error_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
     """Returns the error that ends a stream whose first plan is refused while the next ones are being written."""
     has_ended = asyncio.Event()
-    incarnation = (await client.describe(10)).incarnation
-    stream = await client.open_stream(has_ended.set, epoch, incarnation, 10)
+    incarnation = (await client.describe(WAIT_S)).incarnation
+    stream = await client.open_stream(has_ended.set, epoch, incarnation, WAIT_S)
     with suppress(ExecutorLost):
         for step_id in range(1, NUM_PLANS + 1):
             await stream.send(StepPlan(epoch, step_id, retired_slots=[7]))
-    await asyncio.wait_for(has_ended.wait(), 10)
+    await asyncio.wait_for(has_ended.wait(), WAIT_S)
     try:
         stream.take()
     except ExecutorLost as error:
