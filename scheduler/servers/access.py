@@ -13,6 +13,8 @@ from scheduler.identity.verifier import Verifier
 from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED, Refusals
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from quire.tls import TlsFiles
     from scheduler.identity.identity import Identity
 
@@ -57,11 +59,20 @@ class Access:
         if len(authorization) > MAX_AUTHORIZATION_BYTES:
             raise ClientRefused(UNAUTHENTICATED, f"credentials have at most {MAX_AUTHORIZATION_BYTES} bytes")
         try:
-            identity = await self.verifier.identify(authorization or None) or self.verifier.stranger
+            identity = await self.verifier.identify(authorization or None)
         except Unauthenticated as error:
             raise ClientRefused(UNAUTHENTICATED, str(error)) from None
+        return self._permitted(identity, "the client has no credentials")
+
+    def certified_client(self, names: Iterable[str]) -> Identity:
+        """Returns the client whose verified certificate has these names. Raises ClientRefused."""
+        return self._permitted(self.verifier.by_certificate(names), "the certificate is not in the key file")
+
+    def _permitted(self, identity: Identity | None, unknown: str) -> Identity:
+        """Raises ClientRefused, with the message `unknown` if a client needs an identity and has none."""
+        identity = identity or self.verifier.stranger
         if identity is None:
-            raise ClientRefused(UNAUTHENTICATED, "the client has no credentials")
+            raise ClientRefused(UNAUTHENTICATED, unknown)
         if not identity.may(_GENERATE):
             raise ClientRefused(PERMISSION_DENIED, f"{identity.name} may not generate")
         return identity

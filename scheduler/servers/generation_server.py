@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from quire.tls import peer_names
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from quire.version import build_version
@@ -85,8 +86,9 @@ class GenerationServer(GenerationServicer):
         metadata = dict(context.invocation_metadata() or ())
         authorization = str(metadata.get("authorization", "")) or None
         counted = self.arrivals.counter(metadata.get(ROUTER))
+        names = peer_names(context.auth_context())
         opener = StreamOpener(
-            self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted, authorization
+            self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted, authorization, names
         )
         streams = ManyStreams(opener, self._share, self.stalled_reader_timeout_s, MAX_STREAMS)
         self._calls_of_many.add(streams)

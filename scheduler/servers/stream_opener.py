@@ -16,7 +16,7 @@ from scheduler.servers.access import ClientRefused
 from scheduler.telemetry.request_observer import Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from quire.v1 import generation_pb2 as pb
     from scheduler.identity.identity import Identity
@@ -42,6 +42,7 @@ class StreamOpener:
     peer           the network address of the caller
     counted        called once for each request, when it was admitted or refused
     authorization  credentials of the call, which are verified for each request: a key may be revoked meanwhile
+    certificate    names in the certificate of a call without credentials, which are looked up for each request, too
     """
 
     intake: Intake
@@ -51,6 +52,7 @@ class StreamOpener:
     peer: str
     counted: Callable[[], None] = lambda: None
     authorization: str | None = None
+    certificate: Collection[str] = ()
 
     async def run(self, stream: StreamOfMany, opening: pb.OpenStream) -> None:
         """Runs a request until its stream is done. Raises the errors of `Intake.open`, and DeadlineExceeded."""
@@ -84,7 +86,10 @@ class StreamOpener:
     async def _caller(self, opening: pb.OpenStream) -> Caller:
         """Returns the client, and makes it the caller of this task. Raises ClientRefused."""
         authorization = opening.authorization if opening.HasField("authorization") else self.authorization
-        identity = self.caller if authorization is None else await self.access.client(authorization)
+        if authorization is not None:
+            identity = await self.access.client(authorization)
+        else:
+            identity = self.access.certified_client(self.certificate) if self.certificate else self.caller
         CALLER.set(identity)
         return Caller(
             printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer,

@@ -159,6 +159,9 @@ class SharedCall:
     def peer(self) -> str:
         return "the gateway"
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ((ROUTER, "the gateway"),)
 

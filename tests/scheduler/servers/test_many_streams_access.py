@@ -8,11 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
+from quire.tls import channel_credentials
 from quire.v1 import generation_pb2 as pb
-from scheduler.identity.identity import Identity, Unauthenticated
-from scheduler.identity.key_file import revoke
+from quire.v1.generation_pb2_grpc import GenerationStub
+from scheduler.identity.identity import Identity, Role, Unauthenticated
+from scheduler.identity.key_file import add_certificate, revoke
 from scheduler.identity.verifier import Verifier
-from scheduler.servers.access import MAX_AUTHORIZATION_BYTES
+from scheduler.servers.access import MAX_AUTHORIZATION_BYTES, Access
+from tests.support.certificates import Authority
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.generation_calls import text_request
 from tests.support.scheduler.many_calls import many_call
@@ -76,6 +79,27 @@ async def test_a_revoked_key_opens_no_further_stream_of_its_call(servers: Server
             await asyncio.sleep(0.05)
         assert call.ended[number].code == UNKNOWN
         assert 1 not in call.ended, "what is open goes on"
+
+
+async def test_a_revoked_certificate_opens_no_further_stream_of_its_call(servers: Servers, tmp_path: Path) -> None:
+    authority, path = Authority.create(tmp_path / "authority"), str(tmp_path / "keys.json")
+    add_certificate(path, Identity("billing", "billing", frozenset({Role.GENERATE})), "billing.example")
+    access = Access(Verifier(path), tls=authority.issue_for_loopback())
+    served = await servers.start(access=access, admin_listen="127.0.0.1:0")
+    credentials = channel_credentials(authority.issue("client", "DNS:billing.example"))
+    async with grpc.aio.secure_channel(served.server.address, credentials) as channel:
+        async with many_call(GenerationStub(channel)) as call:
+            await call.open(1, text_request())
+            (await served.engine.next_request()).start()
+            revoke(path, "billing")
+            for number in range(2, 300):  # until the file has been read again
+                await call.open(number, text_request())
+                await until(lambda number=number: number in call.ended or len(served.engine.submitted) >= number)
+                if number in call.ended:
+                    break
+                await asyncio.sleep(0.05)
+            assert call.ended[number].code == UNKNOWN
+            assert 1 not in call.ended, "what is open goes on"
 
 
 async def test_clients_of_one_call_are_apart(servers: Servers, callers: Callers) -> None:
