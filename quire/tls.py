@@ -175,7 +175,8 @@ def _authorities(path: str) -> bytes:
     """Raises TlsError unless the file holds at least one certificate."""
     pem = _bytes(path)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+        # Python takes ASCII only, and comments of a bundle may have other characters.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "backslashreplace"))
     except (ssl.SSLError, ValueError) as error:
         raise TlsError(f"{path} holds no certificates in PEM format: {error}") from None
     return pem

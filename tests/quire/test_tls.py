@@ -231,3 +231,12 @@ def test_required_client_certificates_need_their_authorities(
 ) -> None:
     with pytest.raises(TlsError, match="authorities"):
         make(TlsFiles(files.certificate, files.key), True)
+
+
+def test_comments_of_a_bundle_may_have_any_characters(files: TlsFiles, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(f"# Főtanúsítvány\n{Path(str(files.ca)).read_text()}", encoding="utf-8")
+    assert channel_credentials(str(bundle))
+    bundle.write_text(Path(str(files.ca)).read_text().replace("MII", "MIIő", 1), encoding="utf-8")
+    with pytest.raises(TlsError, match="holds no certificates"):
+        channel_credentials(str(bundle))
