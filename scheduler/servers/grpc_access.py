@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Around = Callable[[Context], AbstractAsyncContextManager[None]]
 
 audit_log = logging.getLogger("scheduler.audit")
+audit_log.setLevel(logging.INFO)  # also where the operator wants fewer lines of other kinds
 # A refused call costs its client nothing.
 audit_log.addFilter(RateLimit("admin call refused", per_second=10, on_left_out=partial(limited, LOG_LINES)))
 
