@@ -8,6 +8,8 @@ connects for long asks for them before each attempt (`watched_channel_credential
 
 from __future__ import annotations
 
+import base64
+import re
 import socket
 import ssl
 from dataclasses import dataclass
@@ -25,6 +27,9 @@ T = TypeVar("T")
 _MAX_READS = 5
 """Number of times that files are read again at once because they changed while they were read."""
 
+_KINDS_OF_KEYS = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
+"""Object identifiers, as certificates contain them, of the keys that gRPC can use: RSA, P-256 and P-384."""
+
 
 class TlsError(ValueError):
     """The files cannot be used for TLS. The message names them."""
@@ -34,7 +39,8 @@ class TlsError(ValueError):
 class TlsFiles:
     """Paths of PEM files.
 
-    certificate  the certificate, followed by the intermediate certificates if there are any
+    certificate  the certificate, followed by the intermediate certificates if there are any. For gRPC, its key is one
+                 of RSA, P-256 or P-384
     key          its private key, without a password
     ca           the authorities that sign the certificates of the other side; None: for a client those of the system,
                  for a server none, and it asks clients for no certificate
@@ -131,6 +137,7 @@ def _as_grpc_writes(kind: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Pems:
+    files: TlsFiles
     certificate: bytes
     key: bytes
     ca: bytes | None
@@ -160,7 +167,7 @@ def _check_authorities(files: TlsFiles, require_client: bool) -> None:
 
 def _read(files: TlsFiles) -> _Pems:
     ca = None if files.ca is None else _authorities(files.ca)
-    return _Pems(_bytes(files.certificate), _bytes(files.key), ca)
+    return _Pems(files, _bytes(files.certificate), _bytes(files.key), ca)
 
 
 def _bytes(path: str) -> bytes:
@@ -192,11 +199,22 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
         raise TlsError(f"{files.certificate} and {files.key} are not a certificate and its key: {error}") from None
 
 
+def _check_kind_of_key(pems: _Pems) -> None:
+    """Raises TlsError for a key that gRPC reads, and with which it then fails every handshake, or does not listen."""
+    pem = re.search(rb"-----BEGIN [A-Z0-9 ]*CERTIFICATE-----(.*?)-----END", pems.certificate, re.DOTALL)
+    der = b"" if pem is None else base64.b64decode(pem[1])
+    if not any(kind in der for kind in _KINDS_OF_KEYS):
+        path = pems.files.certificate
+        raise TlsError(f"{path} has a key of a kind that gRPC cannot use: give one with RSA, P-256 or P-384")
+
+
 def _grpc_channel_credentials(pems: _Pems) -> grpc.ChannelCredentials:
+    _check_kind_of_key(pems)
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
 
 
 def _grpc_configuration(pems: _Pems) -> grpc.ServerCertificateConfiguration:
+    _check_kind_of_key(pems)
     return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.ca)
 
 

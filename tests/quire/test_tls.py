@@ -240,3 +240,30 @@ def test_comments_of_a_bundle_may_have_any_characters(files: TlsFiles, tmp_path:
     bundle.write_text(Path(str(files.ca)).read_text().replace("MII", "MIIő", 1), encoding="utf-8")
     with pytest.raises(TlsError, match="holds no certificates"):
         channel_credentials(str(bundle))
+
+
+@pytest.mark.parametrize("kind", ["rsa", "prime256v1", "secp384r1"])
+async def test_grpc_serves_with_these_kinds_of_keys(kind: str, authority: Authority) -> None:
+    files = authority.issue_for_loopback(kind, key_kind=kind)
+    async with grpc_server(files, require_client=True) as port:
+        assert await call(port, files) == "localhost,127.0.0.1"
+
+
+@pytest.mark.parametrize("kind", ["ed25519", "secp521r1", "secp256k1"])
+async def test_a_key_of_a_kind_that_grpc_cannot_use_is_refused(
+    kind: str, authority: Authority, files: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    unusable = authority.issue_for_loopback(kind, key_kind=kind)
+    for make in (server_credentials, channel_credentials):
+        with pytest.raises(TlsError, match=rf"{unusable.certificate}.*RSA, P-256 or P-384"):
+            make(unusable)
+    async with grpc_server(files) as port:
+        replace_pair(files, unusable)
+        assert await call(port, files.ca) == "", "the certificate before that stays"
+    assert f"{files.certificate} has a key of a kind that gRPC cannot use" in caplog.text
+
+
+async def test_https_serves_with_a_key_that_grpc_cannot_use(authority: Authority) -> None:
+    files = authority.issue_for_loopback("modern", key_kind="ed25519")
+    async with asyncio_server(files) as port:
+        assert await read_line(port, files.ca) == ""

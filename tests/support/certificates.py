@@ -26,23 +26,24 @@ class Authority:
     def ca(self) -> str:
         return str(self.directory / "ca.pem")
 
-    def issue(self, name: str, *names: str) -> TlsFiles:
+    def issue(self, name: str, *names: str, key_kind: str = "prime256v1") -> TlsFiles:
         """Returns a certificate with these subject alternative names: "DNS:host", "IP:address", "URI:…".
 
         `name` is the common name and the stem of the files; a second certificate of a name replaces the first one.
+        `key_kind` is "rsa", "ed25519" or the name of a curve.
         """
         stem = self.directory / name
         key, request, certificate, extension = (stem.with_suffix(end) for end in (".key", ".csr", ".pem", ".ext"))
-        _new_key(key)
+        _new_key(key, key_kind)
         extension.write_text(f"subjectAltName={','.join(names)}\n")
         _openssl("req", "-new", "-key", key, "-out", request, "-subj", f"/CN={name}")
         _openssl("x509", "-req", "-in", request, "-CA", self.ca, "-CAkey", self.directory / "ca.key", "-days", "2",
                  "-CAcreateserial", "-extfile", extension, "-out", certificate)  # fmt: skip
         return TlsFiles(str(certificate), str(key), self.ca)
 
-    def issue_for_loopback(self, name: str = "server") -> TlsFiles:
+    def issue_for_loopback(self, name: str = "server", key_kind: str = "prime256v1") -> TlsFiles:
         """Returns a certificate for servers on this machine."""
-        return self.issue(name, "DNS:localhost", "IP:127.0.0.1")
+        return self.issue(name, "DNS:localhost", "IP:127.0.0.1", key_kind=key_kind)
 
 
 def replace_pair(old: TlsFiles, new: TlsFiles) -> None:
@@ -51,8 +52,13 @@ def replace_pair(old: TlsFiles, new: TlsFiles) -> None:
     Path(new.key).replace(old.key)
 
 
-def _new_key(path: Path) -> None:
-    _openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", path)
+def _new_key(path: Path, kind: str = "prime256v1") -> None:
+    options = (
+        ["-algorithm", kind]
+        if kind in ("rsa", "ed25519")
+        else ["-algorithm", "EC", "-pkeyopt", f"ec_paramgen_curve:{kind}"]
+    )
+    _openssl("genpkey", *options, "-out", path)
 
 
 def _openssl(*arguments: str | Path) -> None:
