@@ -61,6 +61,8 @@ OPTIONS = [
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
+    # Credentials may have 8 KiB, and other metadata comes with them. Beyond this, gRPC refuses some calls at random.
+    ("grpc.max_metadata_size", 12 * 2**10),
     # gRPC receives 64 KiB of a request before it is read. With the probe it would receive megabytes on fast networks.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 2**16),

@@ -19,7 +19,7 @@ from scheduler.identity.identity import CALLER, Identity, Role
 from scheduler.identity.key_file import add_certificate, add_key, revoke
 from scheduler.identity.permissions import METHODS
 from scheduler.servers import grpc_access
-from scheduler.servers.access import Access
+from scheduler.servers.access import MAX_AUTHORIZATION_BYTES, Access
 from tests.support.certificates import Authority
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.fake_engine import FakeEngine
@@ -148,6 +148,14 @@ async def test_strange_credentials_are_refused(header: str, servers: Servers, ca
     served = await servers.start(access=callers.access())
     metadata = (("authorization", header),)
     assert await status(served.channel, "/quire.v1.Generation/GetServerInfo", metadata) is UNKNOWN_CALLER
+
+
+async def test_the_longest_credentials_are_verified_in_each_call(servers: Servers, callers: Callers) -> None:
+    served = await servers.start(access=callers.access())
+    longest = ("authorization", "Bearer ".ljust(MAX_AUTHORIZATION_BYTES, "x"))
+    for _ in range(60):
+        metadata = (longest, ("tracestate", "x" * 512))
+        assert await status(served.channel, "/quire.v1.Generation/GetServerInfo", metadata) is UNKNOWN_CALLER
 
 
 async def test_the_handler_knows_the_caller(
