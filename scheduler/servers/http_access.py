@@ -13,6 +13,7 @@ from scheduler.identity.permissions import OPEN, ROUTES
 from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
 
 if TYPE_CHECKING:
+    from scheduler.identity.identity import Identity
     from scheduler.servers.access import Access
 
 CHALLENGE = 'Basic realm="quire: any name, and a key as the password", charset="UTF-8", Bearer realm="quire"'
@@ -30,17 +31,31 @@ async def refusal(request: web.Request, access: Access) -> web.Response | None:
     if allowed is OPEN:
         return None
     try:
-        identity = await access.verifier.identify(request.headers.get("Authorization"))
-        if identity is None:
-            identity = access.verifier.by_certificate(_certificate_names(request)) or access.verifier.stranger
-        if identity is None:
-            raise Unauthenticated("the request has no credentials")
+        identity = await _identity(request, access)
     except Unauthenticated as error:
         return _refused(request, access, UNAUTHENTICATED, str(error))
     if route.resource is not None and (allowed is None or not identity.may(allowed)):
         return _refused(request, access, PERMISSION_DENIED, f"{identity.name} may not make this request")
     CALLER.set(identity)
     return None
+
+
+async def may_observe(request: web.Request, access: Access) -> bool:
+    """Returns whether the caller of an open route may know more than a state. It is not refused otherwise."""
+    try:
+        return (await _identity(request, access)).may(ROUTES["GET", "/metrics"])
+    except Unauthenticated:
+        return False
+
+
+async def _identity(request: web.Request, access: Access) -> Identity:
+    """Raises Unauthenticated."""
+    identity = await access.verifier.identify(request.headers.get("Authorization"))
+    if identity is None:
+        identity = access.verifier.by_certificate(_certificate_names(request)) or access.verifier.stranger
+    if identity is None:
+        raise Unauthenticated("the request has no credentials")
+    return identity
 
 
 def _certificate_names(request: web.Request) -> list[str]:

@@ -21,7 +21,7 @@ from scheduler.core import QueueFull
 from scheduler.servers.access import Access
 from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, listen
-from scheduler.servers.http_access import refusal
+from scheduler.servers.http_access import may_observe, refusal
 from scheduler.servers.read_budget import ReadBudget
 from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, STALLED_READERS, limited
 
@@ -51,7 +51,7 @@ class HttpServer:
 
     GET /metrics   Prometheus' text format, or OpenMetrics with exemplars if the client accepts it
     GET /healthz   200 while the event loop runs, otherwise 503; answered by another thread (`scheduler.servers.health`)
-    GET /readyz    200 while requests are served, otherwise 503 and the reason
+    GET /readyz    200 while requests are served, otherwise 503; with the state, and for observers its reason
     GET /          the live page, if there is one (`scheduler.live.page`)
 
     Under TLS, a probe may still ask for /healthz in clear text: another thread answers it before any handshake.
@@ -194,7 +194,10 @@ class HttpServer:
     async def _show_readiness(self, request: web.Request) -> web.Response:
         async with self._probes.turn():
             pass
-        return web.Response(text=f"{self._engine.readiness}\n", status=200 if self._engine.is_ready else 503)
+        # The reason can name hosts and processes.
+        is_observer = await may_observe(request, self._access)
+        text = self._engine.readiness if is_observer else self._engine.state.value
+        return web.Response(text=f"{text}\n", status=200 if self._engine.is_ready else 503)
 
 
 def _call_soon(

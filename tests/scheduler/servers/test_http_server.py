@@ -23,6 +23,7 @@ from scheduler.servers.http_server import HttpServer
 from scheduler.servers.refusals import Refusals
 from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS
 from scheduler.telemetry.metrics import SchedulerMetrics
+from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.limits import counted
 
@@ -42,8 +43,9 @@ async def server(engine: FakeEngine) -> AsyncIterator[HttpServer]:
     await server.stop()
 
 
-async def get(server: HttpServer, path: str) -> tuple[int, str, str]:
-    async with aiohttp.ClientSession() as session, session.get(f"http://{server.address}{path}") as response:
+async def get(server: HttpServer, path: str, headers: dict[str, str] | None = None) -> tuple[int, str, str]:
+    url = f"http://{server.address}{path}"
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
         return response.status, response.headers["Content-Type"], await response.text()
 
 
@@ -92,6 +94,20 @@ async def test_readiness_names_a_problem_that_needs_action(server: HttpServer, e
     engine.trouble = "the executor has another model"
     status, _, text = await get(server, "/readyz")
     assert (status, text) == (503, "waiting for executor: the executor has another model\n")
+
+
+async def test_readiness_names_the_problem_to_observers_only(engine: FakeEngine, tmp_path: Path) -> None:
+    callers = Callers(tmp_path)
+    engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    engine.trouble = "the executor serves another scheduler, process 7 of host-7"
+    server = HttpServer(cast("Engine", engine), SchedulerMetrics(), access=callers.access())
+    await server.start("127.0.0.1:0")
+    found = {caller: await get(server, "/readyz", callers.header(caller)) for caller in callers.keys}
+    await server.stop()
+    assert {status for status, _, _ in found.values()} == {503}
+    assert {caller for caller, (_, _, text) in found.items() if "host-7" in text} == {"observe", "admin"}
+    assert found["none"][2] == "waiting for executor\n"
+    assert callers.counted == [], "no caller is refused"
 
 
 def send(server: HttpServer, *pieces: bytes) -> bytes:
