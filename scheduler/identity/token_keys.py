@@ -47,8 +47,8 @@ class TokenKey:
     algorithm: str | None
 
 
-TokenKeys = dict[str | None, TokenKey]
-"""Keys by their ids; a key without an id has None."""
+TokenKeys = dict[str | None, list[TokenKey]]
+"""Keys by their ids; those without an id have None. Several can have one id (RFC 7517, section 4.5)."""
 
 
 class FileKeys:
@@ -136,7 +136,8 @@ def parse_keys(text: bytes, source: str) -> TokenKeys:
     keys: TokenKeys = {}
     for entry in filter(_is_public_signature_key, entries):
         try:
-            keys[entry.get("kid")] = _key(entry)
+            key = _key(entry)
+            keys.setdefault(entry.get("kid"), []).append(key)
         except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, jwt.PyJWTError) as error:
             log.warning("%s: a key cannot be used: %s", source, type(error).__name__)
     return keys

@@ -65,13 +65,13 @@ class TokenVerifier:
             return known[0]
         try:
             header = jwt.get_unverified_header(token)
-            key = self._find(header)
-            if key is None:
+            keys = self._find(header)
+            if not keys:
                 self._use(await self._source.refreshed())
-                key = self._find(header)
-            if key is None:
+                keys = self._find(header)
+            if not keys:
                 raise Unauthenticated("the token's key is not known")
-            identity, expires_s = self._verify(token, key)
+            identity, expires_s = self._verify_with_any(token, [key for key in keys if _fits(key, header)])
         except (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise Unauthenticated(f"the token is not valid: {type(error).__name__}") from None
         if len(self._verified) >= _MAX_CACHED:
@@ -84,17 +84,23 @@ class TokenVerifier:
             self._keys = keys
             self._verified.clear()
 
-    def _find(self, header: dict[str, Any]) -> TokenKey | None:
+    def _find(self, header: dict[str, Any]) -> list[TokenKey]:
+        """Returns the keys that can be those of a token."""
         key_id = header.get("kid")
         if key_id is None and len(self._keys) == 1:
-            (key,) = self._keys.values()
-        elif (found := self._keys.get(key_id)) is None:
-            return None
-        else:
-            key = found
-        if key.algorithm not in (None, header.get("alg")):
-            raise Unauthenticated("the token's algorithm is not that of its key")
-        return key
+            (keys,) = self._keys.values()
+            return keys
+        return self._keys.get(key_id, [])
+
+    def _verify_with_any(self, token: str, keys: list[TokenKey]) -> tuple[Identity, float]:
+        """Returns what `_verify` returns for the first key that has signed the token, or raises the last failure."""
+        failure: Exception = Unauthenticated("the token's algorithm is not that of its key")
+        for key in keys:
+            try:
+                return self._verify(token, key)
+            except (jwt.InvalidSignatureError, jwt.InvalidKeyError, TypeError) as error:
+                failure = error
+        raise failure
 
     def _verify(self, token: str, key: TokenKey) -> tuple[Identity, float]:
         """Returns the identity and the time on time.time() until which it may be remembered."""
@@ -116,6 +122,10 @@ class TokenVerifier:
             raise Unauthenticated(f"the token's claim {settings.role_claim} has no role")
         name = str(subject) if is_name(subject) else "token"
         return Identity(name, str(tenant), roles), float(claims["exp"]) + _LEEWAY_S
+
+
+def _fits(key: TokenKey, header: dict[str, Any]) -> bool:
+    return key.algorithm in (None, header.get("alg"))
 
 
 def _roles(claim: object) -> frozenset[Role]:

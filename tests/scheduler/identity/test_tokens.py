@@ -88,6 +88,23 @@ async def test_a_token_without_a_key_id_is_verified_with_the_key_that_has_none(t
         await verifier.identify(jwt.encode(claims(), KEYS["second"], "RS256"))
 
 
+@pytest.mark.parametrize("kid", [None, "shared"])
+async def test_keys_with_one_id_or_none_hide_none_of_each_other(kid: str | None, tmp_path: Path) -> None:
+    """An issuer that gives keys no ids has two of them while it changes them."""
+    path, same = tmp_path / "jwks.json", {"kid": kid}
+    ec_entry = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(EC_KEY.public_key())) | same
+    path.write_text(jwks(public_entry("first", kid=kid), ec_entry, public_entry("second", kid=kid, alg="PS256")))
+    verifier = TokenVerifier(settings(path, algorithms=("RS256", "PS256", "ES256")))
+    header = {} if kid is None else {"kid": kid}
+    for key, algorithm in ((KEYS["first"], "RS256"), (EC_KEY, "ES256"), (KEYS["second"], "PS256")):
+        assert (await verifier.identify(jwt.encode(claims(), key, algorithm, header))).name == "u1"
+    for key, algorithm in ((KEYS["second"], "RS256"), (rsa.generate_private_key(65537, 2048), "RS256")):
+        with pytest.raises(Unauthenticated, match="not valid"):
+            await verifier.identify(jwt.encode(claims(), key, algorithm, header))
+    with pytest.raises(Unauthenticated, match="ExpiredSignatureError"):
+        await verifier.identify(jwt.encode(claims(exp=1), KEYS["first"], "RS256", header))
+
+
 async def test_the_names_of_the_claims_can_be_chosen(file: Path) -> None:
     verifier = TokenVerifier(settings(file, tenant_claim="https://x/org", role_claim="groups"))
     identity = await verifier.identify(token(**{"https://x/org": "org-5", "groups": ["admin"]}))
