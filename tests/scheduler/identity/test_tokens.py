@@ -88,6 +88,23 @@ async def test_a_token_without_a_key_id_is_verified_with_the_key_that_has_none(t
         await verifier.identify(jwt.encode(claims(), KEYS["second"], "RS256"))
 
 
+@pytest.mark.parametrize(
+    ("subject", "name"),
+    [
+        ("auth0|5f7c", "auth0%7C5f7c"),
+        ("ann@example.com", "ann@example.com"),
+        ('a "b"\nadmin call', "a%20%22b%22%0Aadmin%20call"),
+        ("\ud800", "%3F"),
+        ("é" * 100, "%C3%A9" * 21 + "%C"),
+        ("", "token"),
+        (None, "token"),
+    ],
+)
+async def test_subjects_of_any_characters_tell_callers_apart(subject: str | None, name: str, file: Path) -> None:
+    identity = await TokenVerifier(settings(file)).identify(token(sub=subject))
+    assert identity.name == name
+
+
 @pytest.mark.parametrize("kid", [None, "shared"])
 async def test_keys_with_one_id_or_none_hide_none_of_each_other(kid: str | None, tmp_path: Path) -> None:
     """An issuer that gives keys no ids has two of them while it changes them."""
