@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -76,3 +76,8 @@ class Access:
         if not identity.may(_GENERATE):
             raise ClientRefused(PERMISSION_DENIED, f"{identity.name} may not generate")
         return identity
+
+
+def authorization_in(metadata: Any) -> str | None:
+    """Returns the credentials in the metadata of a call, None if it has none. If there are several, the first count."""
+    return next((str(value) for key, value in metadata or () if key == "authorization"), None)

@@ -17,7 +17,7 @@ from scheduler.requests.request_fields import RequestFields
 from scheduler.requests.status import abort, or_abort
 from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
-from scheduler.servers.access import Access
+from scheduler.servers.access import Access, authorization_in
 from scheduler.servers.arrivals import ROUTER, Arrivals
 from scheduler.servers.loop_share import LoopShare
 from scheduler.servers.many_streams import MAX_STREAMS, ManyStreams
@@ -84,7 +84,7 @@ class GenerationServer(GenerationServicer):
     ) -> None:
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
         metadata = dict(context.invocation_metadata() or ())
-        authorization = str(metadata.get("authorization", "")) or None
+        authorization = authorization_in(context.invocation_metadata()) or None
         counted = self.arrivals.counter(metadata.get(ROUTER))
         names = peer_names(context.auth_context())
         opener = StreamOpener(

@@ -14,6 +14,7 @@ from quire.log_rate import RateLimit
 from quire.tls import peer_names
 from scheduler.identity.identity import CALLER, Identity, Unauthenticated
 from scheduler.identity.permissions import METHODS, OPEN
+from scheduler.servers.access import authorization_in
 from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
 from scheduler.telemetry.limits import LOG_LINES, limited
 
@@ -60,7 +61,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         allowed = METHODS.get(method)
         if allowed is OPEN:
             return await continuation(details)
-        authorization = _authorization(details.invocation_metadata)
+        authorization = authorization_in(details.invocation_metadata)
         is_for_stranger = authorization == ""
         try:
             identity = await self._access.verifier.identify(authorization or None)
@@ -137,13 +138,6 @@ def _audit(message: str, caller: Identity, method: str, result: str, context: Co
 def _code_name(code: Any) -> str:
     """Returns the name of a status, which grpc.aio gives as a number or as a StatusCode."""
     return next((each.name for each in grpc.StatusCode if code in (each, each.value[0])), str(code))
-
-
-def _authorization(metadata: Any) -> str | None:
-    for key, value in metadata or ():
-        if key == "authorization":
-            return str(value)
-    return None
 
 
 def _not_allowed(identity: Identity) -> str:

@@ -65,9 +65,12 @@ async def test_a_request_is_that_of_the_client_that_it_names(client: str, server
     assert len(served.engine.submitted) == (tenant is not None)
 
 
-async def test_a_revoked_key_opens_no_further_stream_of_its_call(servers: Servers, callers: Callers) -> None:
+@pytest.mark.parametrize("more", [(), (("authorization", ""),)], ids=["one-header", "two-headers"])
+async def test_a_revoked_key_opens_no_further_stream_of_its_call(
+    more: tuple[tuple[str, str], ...], servers: Servers, callers: Callers
+) -> None:
     served = await servers.start(access=callers.access())
-    async with many_call(served.generation, callers.metadata("generate")) as call:
+    async with many_call(served.generation, (*callers.metadata("generate"), *more)) as call:
         await call.open(1, text_request())
         (await served.engine.next_request()).start()
         revoke(callers.path, "the-generate")
