@@ -8,7 +8,7 @@ Each server adds its own wire format, and leaves the `with` block when its clien
 from __future__ import annotations
 
 import asyncio
-import random
+import secrets
 from collections.abc import Sized
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -205,7 +205,8 @@ class Intake:
         tenant = holder.tenant
         settings = self._tenants.settings_of(tenant)
         defaults = replace(self.model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
-        check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
+        # Clients see the seeds of their own requests, and must not be able to compute those of others.
+        check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, secrets.randbits(64))
         token_ids = fields.get("token_ids.ids")
         size = _length(token_ids) + num_resumed_ids(fields) + MESSAGE_CHARACTERS * _length(fields.get("chat.messages"))
         checker = await self.model.tokenizer.in_turn(check, size, tenant)

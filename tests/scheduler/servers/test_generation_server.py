@@ -1,6 +1,7 @@
 """The public service over real gRPC, with an engine whose tokens the tests write."""
 
 import asyncio
+import random
 import threading
 from typing import Any
 
@@ -102,6 +103,21 @@ async def test_text_that_can_never_fit_is_refused_before_it_is_tokenised(servers
         await collect(call)
     assert caught.value.code() is Code.OUT_OF_RANGE
     assert "at least" in (caught.value.details() or "")
+
+
+async def test_drawn_seeds_do_not_follow_from_the_state_of_a_predictable_generator(servers: Servers) -> None:
+    """Started.continuation has the seed. Of Python's generator, 312 seeds in a row would tell a client all others."""
+    served = await servers.start()
+    state = random.getstate()
+    seeds = set()
+    for _ in range(2):
+        random.setstate(state)
+        call = served.generation.Generate(text_request())
+        submitted = await served.engine.next_request()
+        seeds.add(submitted.request.seeds)
+        submitted.start().finish()
+        await collect(call)
+    assert len(seeds) == 2
 
 
 async def test_samples_have_different_seeds(servers: Servers) -> None:
