@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 _SIZES = METHODS["/quire.v1.Admin/GetStepTrace"]
 """Roles that may know the sizes of all requests."""
 
+_WATCHES = METHODS["/quire.v1.Replica/Watch"]
+"""Roles of routers."""
+
 SERVER_STATES = {
     ServerState.WAITING_FOR_EXECUTOR: pb.SERVER_STATE_WAITING_FOR_EXECUTOR,
     ServerState.SERVING: pb.SERVER_STATE_SERVING,
@@ -85,7 +88,8 @@ class GenerationServer(GenerationServicer):
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
         metadata = dict(context.invocation_metadata() or ())
         authorization = authorization_in(context.invocation_metadata()) or None
-        counted = self.arrivals.counter(metadata.get(ROUTER))
+        # Only those that may watch hear the number. Others could have routers forgotten.
+        counted = self.arrivals.counter(metadata.get(ROUTER) if CALLER.get().may(_WATCHES) else None)
         names = peer_names(context.auth_context())
         opener = StreamOpener(
             self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted, authorization, names

@@ -13,12 +13,13 @@ from quire.v1.generation_pb2_grpc import GenerationStub
 from quire.v1.replica_pb2_grpc import ReplicaStub
 from scheduler.core.prefix_index import PrefixIndex
 from scheduler.core.tenants.account import TenantTerms
-from scheduler.servers import replica_server
+from scheduler.servers import arrivals, replica_server
 from scheduler.servers.arrivals import MAX_ROUTERS, ROUTER, Arrivals
 from tests.scheduler.servers.test_bounded_messages import COSTLY, field
 from tests.support.scheduler.callers import Callers
+from tests.support.scheduler.many_calls import many_call
 from tests.support.scheduler.servers import Served, Servers
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 
 def index_of(served: Served) -> PrefixIndex:
@@ -96,6 +97,29 @@ async def test_a_router_learns_which_of_its_requests_a_report_contains(
     assert (await late.read()).load.num_received == 0, "it counts from its beginning"
     for call in (many, late, *watching.values()):
         call.cancel()
+
+
+async def test_clients_that_may_not_watch_are_no_routers(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a client could have routers forgotten: their reports would miss requests for as long as they watch."""
+    monkeypatch.setattr(arrivals, "MAX_ROUTERS", 1)
+    callers = Callers(tmp_path)
+    served = await servers.start(access=callers.access())
+
+    async def send(caller: str, router: str) -> None:
+        async with many_call(served.generation, (*callers.metadata(caller), (ROUTER, router))) as call:
+            await call.open(1, generation_pb2.GenerateRequest())
+            await call.end_of(1)
+
+    watch = ReplicaStub(served.channel).Watch(pb.WatchRequest(router_id="one"), metadata=callers.metadata("observe"))
+    await watch.read()
+    for caller, router in (("admin", "one"), ("generate", "two"), ("admin", "one")):
+        await send(caller, router)
+    async with asyncio.timeout(WAIT_S):
+        while (await watch.read()).load.num_received != 2:
+            pass
+    watch.cancel()
 
 
 def test_the_number_of_routers_is_bounded() -> None:
