@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from heapq import nlargest
 
-from quire.logs import printable
 from scheduler.core import Account
 
 MAX_TENANTS = 20
@@ -18,9 +17,6 @@ MAX_TENANTS = 20
 
 MAX_WEIGHTS = 1024
 """Tenants with a weight of their own. Beyond it, a new tenant takes the place and the weight of the lightest."""
-
-MAX_NAME = 64
-"""Maximum number of characters of a tenant's name in a label."""
 
 INTERVAL_S = 60.0
 """Minimum time between two distributions of the labels."""
@@ -43,16 +39,15 @@ class TenantLabels:
         self._clock = clock
         self._distributed_s: float | None = None
         self._weights: dict[str, float] = {}
-        self._labels: dict[str, str] = {}
+        self._labels: dict[str, None] = {}  # the tenants that have one, an ordered set
 
     def of(self, tenant: str) -> str:
         """Returns the label of a tenant."""
-        label = self._labels.get(tenant)
-        if label is None:
+        if tenant not in self._labels:
             if len(self._labels) >= MAX_TENANTS:
                 return OTHER
-            label = self._labels[tenant] = printable(tenant[:MAX_NAME])
-        return label
+            self._labels[tenant] = None
+        return tenant
 
     def weigh(self, tenant: str, num_tokens: int) -> None:
         """Adds tokens to the weight of a tenant."""
@@ -77,9 +72,8 @@ class TenantLabels:
         self._weights = {tenant: weight * decay for tenant, weight in self._weights.items()}
         top = nlargest(MAX_TENANTS, self._weights, key=self._weights.__getitem__)
         kept = [tenant for tenant in self._labels if tenant not in top][: MAX_TENANTS - len(top)]
-        before = set(self._labels.values())
-        self._labels = {tenant: printable(tenant[:MAX_NAME]) for tenant in (*top, *kept)}
-        return before - {*self._labels.values(), OTHER}
+        before, self._labels = self._labels, dict.fromkeys((*top, *kept))
+        return before.keys() - {*self._labels, OTHER}
 
 
 class TenantCounts:
