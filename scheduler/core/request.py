@@ -120,8 +120,9 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that one sequence generates."""
-        return self.params.max_total_tokens - len(self.prompt_token_ids)
+        """The most tokens that one sequence has still to generate: a resumed one lacks those after its output."""
+        num_received = min((len(output.token_ids) for output in self.outputs if not output.is_finished), default=0)
+        return self.params.max_total_tokens - len(self.prompt_token_ids) - num_received
 
     @property
     def num_given_tokens(self) -> int:

@@ -6,11 +6,13 @@ from random import Random
 import pytest
 
 from scheduler.core import (
+    DEFAULT_TENANT,
     BeamParams,
     Events,
     FinishReason,
     Logprobs,
     QueueFull,
+    ReceivedOutput,
     Request,
     Scheduler,
     SchedulerLimits,
@@ -21,7 +23,7 @@ from scheduler.core import (
 )
 from scheduler.core.tenants.account import equal_terms
 from scheduler.engine import wait_prediction
-from scheduler.engine.wait_prediction import WaitPrediction
+from scheduler.engine.wait_prediction import MARGIN, WaitPrediction
 
 STEP_S = 0.01
 
@@ -194,6 +196,26 @@ def test_a_tenant_waits_for_those_before_it_by_priority_and_not_for_those_behind
     urgent, usual, late = (server.waits.predicted_s(server.core, each, 20) for each in ("urgent", "usual", "late"))
     assert usual == pytest.approx(2 * urgent, rel=0.4)
     assert late == pytest.approx(3 * urgent, rel=0.4)
+
+
+def test_a_stream_that_is_nearly_complete_is_not_refused_for_the_time_of_a_whole_output() -> None:
+    """All streams of a lost scheduler come back at once, so others wait, and their deadlines are near."""
+    server = good_tokens(3, 2.0, predicts=True)
+    params, received = SequenceParams(max_total_tokens=61), [7] * 58
+    rest_s, whole_s = (MARGIN * server.waits.predicted_s(server.core, DEFAULT_TENANT, number) for number in (2, 60))
+    assert rest_s < whole_s
+    deadline_s = server.now_s + (rest_s + whole_s) / 2
+
+    def check(*outputs: ReceivedOutput) -> None:
+        request = Request(0, [5], params, (0,) * max(1, len(outputs)), outputs=outputs)
+        server.waits.check(server.core, DEFAULT_TENANT, deadline_s, request.max_tokens, server.now_s)
+
+    check(ReceivedOutput(received))
+    check(ReceivedOutput(received), ReceivedOutput(is_finished=True))
+    with pytest.raises(QueueFull):
+        check()
+    with pytest.raises(QueueFull):
+        check(ReceivedOutput(received), ReceivedOutput())
 
 
 def test_requests_that_end_in_the_queue_do_not_count_as_outputs() -> None:
