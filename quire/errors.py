@@ -110,7 +110,10 @@ class OtherModelError(QuireError):
 
 
 class InternalError(QuireError):
-    """INTERNAL: a bug in the server; or a status that the protocol does not use, which `code` names."""
+    """INTERNAL: a bug in the server; or a status that the protocol does not use, which `code` names.
+
+    Also: servers ended again and again while the request ran, which is probably the cause.
+    """
 
     code = "INTERNAL"
 

@@ -180,7 +180,8 @@ class Tries:
             self._num_new = Counter()
             self._num_fruitless += 1
             if self._num_fruitless > MAX_FRUITLESS:
-                raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without progress)")
+                # UNAVAILABLE would be a break to a client of this process, which would begin to count again.
+                raise InternalError(f"{error.message} ({self._num_fruitless} breaks in a row without progress)")
             limit_s = self._contact.resume_timeout_s
             log.info(BROKE_OFF, error.message, limit_s)
         self._last_error = error

@@ -122,6 +122,24 @@ async def test_a_stream_continues_after_its_scheduler_broke_off() -> None:
     assert len(fake.opened) == 2
 
 
+async def test_a_request_that_ends_its_schedulers_is_given_up_for_its_client_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for pause in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(f"quire.tries.{pause}", 0.0)
+
+    async def end(request: pb.GenerateRequest) -> Answer:
+        yield started_message()
+        raise Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    async with faked() as (fake, _, client):
+        fake.answer = end
+        with pytest.raises(InternalError, match="21 breaks in a row"):
+            await client.complete("hi")
+    assert len(fake.opened) == 21
+    assert client.num_resumptions == 0
+
+
 async def test_a_client_can_continue_a_stream_of_another_gateway() -> None:
     """Its own gateway has died: it sends what it has received to this one, whose scheduler breaks off once more."""
     async with faked() as (fake, server, _):
