@@ -9,7 +9,10 @@ from quire.v1 import generation_pb2
 
 @dataclass(slots=True)
 class _Received:
-    """The token ids of one sequence, 4 bytes each; whether its last Delta and its Finished were received."""
+    """The token ids of one sequence, 4 bytes each; whether its last Delta and its Finished were received.
+
+    A finished one has no ids: a server needs none, and those of many samples would not fit a message.
+    """
 
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     has_last: bool = False
@@ -33,7 +36,7 @@ class ResumableRequest:
         # The request itself may continue a stream: of a gateway's client, whose own gateway has died.
         self._num_prompt_logprobs = request.resume.num_prompt_logprobs
         for each in request.resume.sequences:
-            token_ids = array("I", each.token_ids)
+            token_ids = array("I", () if each.finished else each.token_ids)
             self._sequences[each.index] = _Received(token_ids, has_last=each.has_last, is_finished=each.finished)
 
     @property
@@ -76,7 +79,7 @@ class ResumableRequest:
                 received.token_ids.extend(delta.token_ids)
                 received.has_last = delta.last
             case "finished":
-                self._sequence(message.finished.index).is_finished = True
+                self._sequences[message.finished.index] = _Received(is_finished=True)
         return True
 
     def _start(self, started: generation_pb2.Started) -> bool:

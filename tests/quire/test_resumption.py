@@ -62,9 +62,21 @@ def test_a_resumption_lists_what_was_received() -> None:
         sequences=[
             pb.ResumedSequence(index=0, token_ids=[1]),
             pb.ResumedSequence(index=1, finished=True),
-            pb.ResumedSequence(index=2, token_ids=[7, 8, 9], finished=True),
+            pb.ResumedSequence(index=2, finished=True),
         ],
     )
+
+
+def test_a_resumption_of_a_resumed_stream_lists_no_tokens_of_finished_sequences_either() -> None:
+    original = pb.GenerateRequest(text="p")
+    original.resume.sequences.add(index=0, token_ids=[7, 8], has_last=True, finished=True)
+    original.resume.sequences.add(index=1, token_ids=[9])
+    request = ResumableRequest(original)
+    request.accept(pb.GenerateResponse(started=pb.Started(continuation=pb.Continuation(seed=9))))
+    finished_one, other = request.next_request().resume.sequences
+    assert finished_one.finished
+    assert not finished_one.token_ids
+    assert list(other.token_ids) == [9]
 
 
 def test_the_first_continuation_stays() -> None:

@@ -2,11 +2,12 @@
 
 import asyncio
 
+import grpc
 import pytest
 
 from gateway.schedulers import shared_call
 from quire.v1 import generation_pb2 as pb
-from tests.support.gateway.fake_scheduler import Answer
+from tests.support.gateway.fake_scheduler import Answer, Failure, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig, content
 from tests.support.waiting import until
 
@@ -118,6 +119,30 @@ async def test_a_request_that_no_message_can_hold_fails_alone(monkeypatch: pytes
         assert (await other)[0] == 200
         assert rig.fake.num_calls == 1
         assert not rig.schedulers.all[0].call.num_streams
+
+
+async def test_finished_samples_do_not_make_a_resumption_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_call, "MAX_REQUEST_BYTES", 10_000)
+    long = [300] * 3_000
+
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        yield started()
+        if request.HasField("resume"):
+            yield delta(3, "b", 11)
+            yield finished(3, 2)
+            return
+        for index in range(3):
+            yield delta(index, "x", *long)
+            yield finished(index, len(long))
+        yield delta(3, "a", 10)
+        raise Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    async with Rig() as rig:
+        rig.fake.answer = answer
+        status, body = await rig.complete(n=4)
+    assert status == 200
+    assert [choice["text"] for choice in body["choices"]] == ["x", "x", "x", "ab"]
+    assert body["usage"]["completion_tokens"] == 3 * len(long) + 2
 
 
 async def test_the_beginning_is_waited_for_if_the_scheduler_was_there_before() -> None:

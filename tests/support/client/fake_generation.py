@@ -68,12 +68,11 @@ class FakeGeneration:
         return responses
 
     def _rest(self, index: int, sequence: FakeSequence, begun: pb.ResumedSequence) -> list[pb.GenerateResponse]:
+        if begun.finished:
+            return []
         first = len(begun.token_ids)
         assert tuple(begun.token_ids) == sequence.token_ids[:first]
         assert begun.has_last == (bool(first) and first == len(sequence.token_ids))
-        if begun.finished:
-            assert first == len(sequence.token_ids)
-            return []
         responses = []
         while first < len(sequence.token_ids):
             end = self._random.randint(first + 1, len(sequence.token_ids))
