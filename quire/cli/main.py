@@ -21,7 +21,7 @@ from quire.cli.connection_flags import connection_parameters, take_client
 from quire.cli.fleet import app as fleet_app
 from quire.cli.keys import app as keys_app
 from quire.cli.option_flags import given_options, option_parameters
-from quire.cli.outcome import fail, reported
+from quire.cli.outcome import fail, flushed, reported
 from quire.cli.replicas import replicated_services
 from quire.cli.serve_output import lines_to
 from quire.cli.service_flags import (
@@ -88,7 +88,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model's text may contain characters that the terminal's encoding lacks
             stream.reconfigure(errors="replace")
-    app()
+    with flushed():
+        app()
 
 
 def serve(**values: Any) -> None:

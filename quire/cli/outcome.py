@@ -1,6 +1,7 @@
 """Ends a command: an expected error becomes a line on standard error and an exit code, a bug shows its traceback."""
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from quire.settings import ConfigError
 from quire.tls import TlsError
 from scheduler.identity.key_file import KeyFileError
 
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE}
+
 
 @contextmanager
 def reported() -> Iterator[None]:
@@ -38,12 +41,28 @@ def reported() -> Iterator[None]:
         fail(str(error), exit_codes.ADDRESS_IN_USE)
     except (ChildFailed, FleetError) as failure:
         fail(str(failure), failure.exit_code)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        fail(f"cannot write: {error.strerror}", exit_codes.FAILED)
     except KeyboardInterrupt:
         raise typer.Exit(exit_codes.INTERRUPTED) from None
+
+
+@contextmanager
+def flushed() -> Iterator[None]:
+    """Flushes standard output at the end. If it cannot be written, ends the process with a line on standard error.
+
+    Otherwise Python would flush it after the last handler, and print a traceback. A closed pipe needs no line.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # the old one still has its text
+        if error.errno != errno.EPIPE:
+            put_line(sys.stderr, f"quire: cannot write: {error.strerror}")
+        sys.exit(exit_codes.FAILED)
 
 
 def fail(message: str, code: int) -> NoReturn:

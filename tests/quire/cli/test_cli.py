@@ -1,8 +1,6 @@
 """The command line against a scripted server, and its exit codes."""
 
-import errno
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-import quire.cli.generate
 import quire.cli.main
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
@@ -170,13 +167,17 @@ def test_a_prompt_that_is_not_text_is_refused(server: ScriptedServer) -> None:
     assert server.requests == []
 
 
-def test_an_output_that_cannot_be_written_is_one_line(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(quire.cli.generate, "write_text", full)
-    result = invoke("generate", "p", "--address", server.address)
-    assert (result.exit_code, result.stderr) == (1, "quire: cannot write: No space left on device\n")
+@pytest.mark.parametrize("words", ["--help", "--version", "plan llama-3.1-8b --json"])
+@pytest.mark.parametrize(
+    ("redirection", "told"),
+    [(">/dev/full", "quire: cannot write: No space left on device\n"), ("| true", "")],
+    ids=["full", "closed"],
+)
+def test_an_output_that_cannot_be_written_is_at_most_one_line(words: str, redirection: str, told: str) -> None:
+    """Python writes what is left in a buffer when a process ends, so these are processes."""
+    command = f"set -o pipefail; unset PYTHONUNBUFFERED; {sys.executable} -m quire {words} {redirection}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, told)
 
 
 def test_generate_can_chat(server: ScriptedServer) -> None:
