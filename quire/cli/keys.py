@@ -32,10 +32,15 @@ def add(
         fail("a name or a tenant has at most 128 letters, digits and ._@:/-", exit_codes.USAGE)
     identity = Identity(name, tenant, frozenset(role))
     with reported():
-        if certificate is None:
-            print(add_key(file, identity))
-        else:
+        if certificate is not None:
             add_certificate(file, identity, certificate)
+            return
+        key = add_key(file, identity)
+        try:
+            print(key, flush=True)
+        except OSError:  # a key that was never shown is of no use
+            revoke(file, name)
+            raise
 
 
 @app.command("list")

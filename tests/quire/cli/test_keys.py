@@ -1,6 +1,8 @@
 """Tests `quire keys` and the flags and the variable that name a key and a certificate."""
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
+from scheduler.identity.key_file import read_keys
 from tests.support.certificates import Authority
 from tests.support.client.scripted_server import ScriptedServer
 
@@ -94,6 +97,15 @@ def test_a_key_file_that_cannot_exist_is_refused(tmp_path: Path, name: str) -> N
     (tmp_path / "loop").symlink_to("loop")
     result = run("keys", "add", "x", "--role", "generate", "--file", str(tmp_path / name))
     assert (result.exit_code, "cannot change" in result.output) == (2, True), result.output
+
+
+def test_a_key_that_cannot_be_shown_is_not_added(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    command = [sys.executable, "-m", "quire", "keys", "add", "ci", "--role", "generate", "--file", str(file)]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "quire: cannot write: No space left on device\n")
+    assert read_keys(str(file)).by_digest == {}
 
 
 def test_unusable_files_are_reported(tmp_path: Path) -> None:
