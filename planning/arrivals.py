@@ -9,6 +9,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+MAX_NUMBER = 1e9
+"""Largest rate or time of a simulation. With larger ones, sums of times lose their digits."""
+
 _DAY_S = 86_400.0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
 
-from planning.arrivals import Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
+from planning.arrivals import MAX_NUMBER, Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
 from planning.errors import PlanningError
 from planning.lengths import LENGTHS, MAX_TOKENS, FixedLengths, LengthSource
 from planning.request_factory import MAX_SYSTEM_PROMPTS
@@ -17,7 +17,8 @@ from planning.workload import JobSource, ListedJobs, Source, Tenant
 from scheduler.core import TenantTerms
 
 _DEFAULT_NUM_REQUESTS = 1000
-_LEAST, _MOST = 1e-6, 1e9  # of rates and times: with others, sums of times lose their digits
+_LEAST = 1e-6
+_MAX_CLIENTS = 1_000_000  # each begins with a request
 _OF_RATES = ("burstiness", "daily_swing")
 _OF_CLIENTS = ("turnaround_s",)
 _OF_DRAWN_REQUESTS = (
@@ -49,8 +50,8 @@ class Demand:
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     """Returns the sources and the end of the simulation that the settings describe. Raises PlanningError."""
     for name in ("num_requests", "duration_s"):
-        if (value := getattr(settings, name)) is not None and not 0 < value <= _MOST:
-            raise PlanningError(f"{name}: must be above 0 and at most {_MOST:g}, not {value}")
+        if (value := getattr(settings, name)) is not None and not 0 < value <= MAX_NUMBER:
+            raise PlanningError(f"{name}: must be above 0 and at most {MAX_NUMBER:g}, not {value}")
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=_DEFAULT_NUM_REQUESTS)
     else:
@@ -149,13 +150,13 @@ def _arrivals(settings: SimulateSettings) -> Arrivals:
     if (rate is None) == (clients is None):
         raise PlanningError("give either clients (a closed loop) or rate (an open one)")
     if clients is not None:
-        if clients < 1 or not 0 <= settings.turnaround_s < inf:
-            raise PlanningError("clients: must be at least 1; turnaround_s: must not be negative")
+        if not 1 <= clients <= _MAX_CLIENTS or not 0 <= settings.turnaround_s <= MAX_NUMBER:
+            raise PlanningError(f"clients: from 1 to {_MAX_CLIENTS:,}; turnaround_s: from 0 to {MAX_NUMBER:g}")
         if settings.num_requests is None and settings.duration_s is None and clients > _DEFAULT_NUM_REQUESTS:
             raise PlanningError(f"clients: {clients} clients require num_requests or duration_s")
         return ClosedLoop(clients, settings.turnaround_s)
-    if rate is None or not (_LEAST <= rate <= _MOST and _LEAST <= settings.burstiness <= _MOST):
-        raise PlanningError(f"rate and burstiness: from {_LEAST:g} to {_MOST:g}")
+    if rate is None or not (_LEAST <= rate <= MAX_NUMBER and _LEAST <= settings.burstiness <= MAX_NUMBER):
+        raise PlanningError(f"rate and burstiness: from {_LEAST:g} to {MAX_NUMBER:g}")
     if not 0 <= settings.daily_swing <= 1:
         raise PlanningError("daily_swing: from 0 to 1")
     if settings.daily_swing and settings.burstiness != 1:

@@ -1,13 +1,13 @@
 """Reads workloads from files: a trace of requests (JSON lines), and tenants (JSON)."""
 
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planning.arrivals import MAX_NUMBER
 from planning.errors import PlanningError
 from planning.lengths import MAX_TOKENS
 from planning.settings import SimulateSettings
@@ -61,10 +61,11 @@ def read_jobs(path: Path) -> tuple[list[Job], bool]:
         sizes = (job.num_prompt_tokens, job.num_output_tokens)
         if (
             any(type(size) is not int or not 1 <= size <= MAX_TOKENS for size in sizes)
-            or not 0 <= job.arrival_s < math.inf
+            or not 0 <= job.arrival_s <= MAX_NUMBER
         ):
             raise PlanningError(
-                f"{path}, line {number}: tokens must be whole numbers from 1 to {MAX_TOKENS:,}, times not negative"
+                f"{path}, line {number}: tokens must be whole numbers from 1 to {MAX_TOKENS:,}, times from 0 to "
+                f"{MAX_NUMBER:g}"
             )
         if not _is_priority(job.priority):
             raise PlanningError(f"{path}, line {number}: priority must be a whole number up to ±{_MAX_PRIORITY}")

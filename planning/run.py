@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from planning.arrivals import MAX_NUMBER
 from planning.cost import CostModel
 from planning.demand import find_demand
 from planning.deployment import Deployment, check_fits, deploy
@@ -58,6 +59,8 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
     for name, known in (("policy", POLICIES), ("batching", BATCHING), ("memory", KV_ALLOCATIONS)):
         if getattr(settings, name) not in known:
             raise PlanningError(f"{name}: {getattr(settings, name)!r} is not one of {', '.join(known)}")
+    if not 0 < settings.target_inter_token_latency_ms <= MAX_NUMBER:
+        raise PlanningError(f"target_inter_token_latency_ms: must be above 0 and at most {MAX_NUMBER:g}")
     try:
         limits = SchedulerLimits(
             max_num_seqs=settings.max_num_seqs,

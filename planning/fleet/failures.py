@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from math import inf
 
+from planning.arrivals import MAX_NUMBER
 from planning.errors import PlanningError
 
 _FAILURE = re.compile(r"\s*(\d+)@(\d+(?:\.\d+)?)\s*", re.ASCII)
@@ -34,7 +35,10 @@ def parse_failures(text: str | None, num_replicas: int) -> tuple[tuple[int, floa
     found = []
     for part in text.split(",") if text else []:
         match = _FAILURE.fullmatch(part)
-        if not match or int(match[1]) >= num_replicas:
-            raise PlanningError(f"failures: expected REPLICA@SECONDS with a replica below {num_replicas}, not {part!r}")
+        if not match or int(match[1]) >= num_replicas or float(match[2]) > MAX_NUMBER:
+            raise PlanningError(
+                f"failures: expected REPLICA@SECONDS with a replica below {num_replicas} and at most {MAX_NUMBER:g} "
+                f"seconds, not {part!r}"
+            )
         found.append((int(match[1]), float(match[2])))
     return tuple(found)

@@ -4,9 +4,10 @@ import random
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
+from math import inf
 
 from gateway.routing.choice import POLICIES
+from planning.arrivals import MAX_NUMBER
 from planning.demand import find_demand, refuse
 from planning.deployment import Deployment
 from planning.errors import PlanningError
@@ -68,12 +69,18 @@ def make_fleet(settings: SimulateSettings) -> Fleet:
         (1 <= num_replicas <= MAX_REPLICAS, f"replicas: from 1 to {MAX_REPLICAS}, not {num_replicas}"),
         (settings.routing in policies, f"routing: {settings.routing!r} is not one of {', '.join(policies)}"),
         (1 <= settings.routers <= MAX_ROUTERS, f"routers: from 1 to {MAX_ROUTERS}, not {settings.routers}"),
-        (0 <= settings.event_delay_ms < inf, f"event_delay_ms: must not be negative, not {settings.event_delay_ms}"),
-        (0 <= settings.event_loss < 1, f"event_loss: from 0 to below 1, not {settings.event_loss}"),
-        (mean_s >= 1, f"mean_failure_s: must be at least 1, not {mean_s}"),
         (
-            settings.repair_s > 0 and isfinite(settings.repair_s),
-            f"repair_s: must be above 0, not {settings.repair_s}",
+            0 <= settings.event_delay_ms <= MAX_NUMBER,
+            f"event_delay_ms: from 0 to {MAX_NUMBER:g}, not {settings.event_delay_ms}",
+        ),
+        (0 <= settings.event_loss < 1, f"event_loss: from 0 to below 1, not {settings.event_loss}"),
+        (
+            settings.mean_failure_s is None or 1 <= settings.mean_failure_s <= MAX_NUMBER,
+            f"mean_failure_s: from 1 to {MAX_NUMBER:g}, not {settings.mean_failure_s}",
+        ),
+        (
+            0 < settings.repair_s <= MAX_NUMBER,
+            f"repair_s: must be above 0 and at most {MAX_NUMBER:g}, not {settings.repair_s}",
         ),
     ):
         if not is_valid:
