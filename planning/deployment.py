@@ -86,11 +86,13 @@ def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> De
     weight_bytes = shape.num_device_parameters(parallel) * size
     kv_bytes = shape.num_device_kv_values(parallel) * size
     pool_bytes = int(device.memory_bytes * settings.gpu_memory_utilization) - weight_bytes
-    num_blocks = settings.num_blocks or max(0, pool_bytes) // (settings.block_size * kv_bytes)
+    block_bytes = settings.block_size * kv_bytes
+    num_blocks = settings.num_blocks or max(0, pool_bytes) // block_bytes
     if num_blocks < 2:
         raise PlanningError(
             f"{shape.name} in {dtype} has {weight_bytes / 1e9:.1f} GB of weights on each of {parallel} device(s), "
-            f"but only {device.memory_bytes * settings.gpu_memory_utilization / 1e9:.1f} GB for weights and KV"
+            f"but only {device.memory_bytes * settings.gpu_memory_utilization / 1e9:.1f} GB for weights and KV, which "
+            f"needs at least two blocks of {block_bytes / 1e9:,.3f} GB"
         )
     return Deployment(
         model=shape,
@@ -109,10 +111,10 @@ def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> De
 
 
 def _check(settings: DeploymentSettings) -> None:
-    for name in ("tensor_parallel", "block_size", "max_model_len", "num_blocks"):
+    for name, least in (("tensor_parallel", 1), ("block_size", 1), ("max_model_len", 1), ("num_blocks", 2)):
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise PlanningError(f"{name}: must be at least 1, not {value}")
+        if value is not None and value < least:
+            raise PlanningError(f"{name}: must be at least {least}, not {value}")
     if not 0 < settings.gpu_memory_utilization <= 1:
         raise PlanningError(
             f"gpu_memory_utilization: must be above 0 and at most 1, not {settings.gpu_memory_utilization}"

@@ -76,6 +76,8 @@ def test_missing_models_are_reported(tmp_path: Path) -> None:
         (["--device-memory", "10GB"], "but only 9.0 GB for weights and KV"),
         (["--tensor-parallel", "99"], "99 devices cannot share"),
         (["--block-size", "0"], "block_size: must be at least 1"),
+        (["--block-size", "1000000"], "needs at least two blocks of 131.072 GB"),
+        (["--num-blocks", "1"], "num_blocks: must be at least 2"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     ],
 )
