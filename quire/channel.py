@@ -77,9 +77,11 @@ class Connection:
     admin: str | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a key that cannot be sent in a header, which the message does not contain, or a port
-        above 65535, for which gRPC would take another one.
+        """Raises ValueError for a key that cannot be sent in a header, which the message does not contain, for an
+        empty address, or for a port above 65535, for which gRPC would take another one.
         """
+        if not self.address:
+            raise ValueError("address must be host:port or unix:path, not empty")
         for address in (self.address, self.admin or ""):
             port = address.rpartition(":")[2]
             if not address.startswith(UNIX) and port.isascii() and port.isdigit() and int(port) >= 1 << 16:

@@ -236,6 +236,13 @@ def test_kv_prints_the_pool_as_text_or_json(server: ScriptedServer) -> None:
     assert read["sequences"][0]["block_table"] == [3]
 
 
+def test_an_empty_address_is_a_usage_error() -> None:
+    """A variable of a script may be empty."""
+    for command in (["generate", "p"], ["kv"], ["drain"]):
+        result = invoke(*command, "--address", "")
+        assert (result.exit_code, result.stderr) == (2, "quire: address must be host:port or unix:path, not empty\n")
+
+
 @pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "demo"])
 def test_an_unknown_model_directory_fails_before_anything_starts(command: str) -> None:
     result = invoke(command, "--model", "./no/such/place")
