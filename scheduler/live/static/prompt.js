@@ -14,6 +14,7 @@ export class Prompt {
   #output = document.getElementById("prompt-output");
   #chat = document.getElementById("prompt-chat");
   #abort = null;
+  #given = ""; // the text of the request, which the box need not hold any more
   #started = ""; // the status while the stream goes on
   #samples = []; // by index: {words, unpainted}
   #frame = 0; // id of the animation frame that will show new text, or 0
@@ -65,6 +66,7 @@ export class Prompt {
   /** Builds the request. A value that is not a number is sent unchanged, and the server says what is wrong with it. */
   #request() {
     const text = this.#field("text").value;
+    this.#given = this.#chat.checked ? `${text}\n` : text;
     const prompt = this.#chat.checked ? { chat: { messages: [{ role: "user", content: text }] } } : { text };
     const request = { ...prompt, sampling: {}, stopping: {} };
     for (const path of NUMBERS) {
@@ -115,7 +117,7 @@ export class Prompt {
       const element = document.createElement("p");
       const given = element.appendChild(document.createElement("span"));
       given.className = "given";
-      given.textContent = this.#chat.checked ? `${this.#field("text").value}\n` : this.#field("text").value;
+      given.textContent = this.#given;
       const words = element.appendChild(document.createTextNode(""));
       this.#output.append(element);
       this.#samples[index] = { words, unpainted: "" };

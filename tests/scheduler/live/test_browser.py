@@ -98,6 +98,24 @@ async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.P
     assert await page.locator("#prompt-output p").text_content() == f"{message}\n{answer.texts[0]}"
 
 
+async def test_the_output_begins_with_the_prompt_that_was_sent(page: "playwright_api.Page") -> None:
+    """The box can hold another text before the first token arrives."""
+    is_changed = asyncio.Event()
+
+    async def wait(route: "playwright_api.Route") -> None:
+        await is_changed.wait()
+        await route.continue_()
+
+    await page.route("**/live/completions", wait)
+    await page.fill("#prompt-text", "Once upon a time")
+    await page.fill("[data-field='stopping.max_tokens']", "3")
+    await page.click("#prompt-send")
+    await page.fill("#prompt-text", "One day")
+    is_changed.set()
+    await playwright_api.expect(page.locator("#prompt-status")).to_contain_text("done")
+    assert await page.locator("#prompt-output .given").text_content() == "Once upon a time"
+
+
 async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.route("**/live/completions", endlessly)
