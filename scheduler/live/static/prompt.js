@@ -16,6 +16,7 @@ export class Prompt {
   #abort = null;
   #given = ""; // the text of the request, which the box need not hold any more
   #started = ""; // the status while the stream goes on
+  #ends = []; // of the samples that have ended, in words
   #samples = []; // by index: {words, unpainted}
   #frame = 0; // id of the animation frame that will show new text, or 0
 
@@ -53,6 +54,7 @@ export class Prompt {
     try {
       const breaks = () => (this.#status.textContent = BROKEN_OFF);
       for await (const message of completion(this.#request(), this.#abort.signal, breaks)) this.#take(message);
+      if (!this.#error.textContent && this.#ends.length) this.#status.textContent = `done: ${this.#ends.join("; ")}`;
     } catch (error) {
       if (error.name === "AbortError") this.#status.textContent = "cancelled; its blocks are free";
       else throw error;
@@ -90,7 +92,7 @@ export class Prompt {
       const reason = finished.reason.replace("FINISH_REASON_", "").toLowerCase();
       this.#sample(finished.index);
       this.#paint();
-      this.#status.textContent = `done: ${finished.usage.completion_tokens} tokens, ended by ${reason}`;
+      this.#ends.push(`${finished.usage.completion_tokens} tokens, ended by ${reason}`);
     } else if (error) {
       this.#refuse(error);
     }
@@ -156,6 +158,7 @@ export class Prompt {
     this.#error.textContent = this.#status.textContent = "";
     this.#output.replaceChildren();
     this.#samples = [];
+    this.#ends = [];
   }
 
   #setBusy(isBusy) {

@@ -16,6 +16,7 @@ __all__ = ["browser", "page", "stack"]
 
 pytestmark = needs_chromium
 
+STARTED = {"request_id": "me", "prompt_tokens": 1, "continuation": ""}
 PIXELS = "canvas => canvas.toDataURL()"
 
 
@@ -114,6 +115,32 @@ async def test_the_output_begins_with_the_prompt_that_was_sent(page: "playwright
     is_changed.set()
     await playwright_api.expect(page.locator("#prompt-status")).to_contain_text("done")
     assert await page.locator("#prompt-output .given").text_content() == "Once upon a time"
+
+
+async def test_a_prompt_is_done_when_all_its_samples_have_ended(page: "playwright_api.Page") -> None:
+    expect, status = playwright_api.expect, page.locator("#prompt-status")
+
+    def ended(index: int, num_tokens: int, reason: str) -> list[str]:
+        usage = {"prompt_tokens": 1, "completion_tokens": num_tokens}
+        end = {"finished": {"index": index, "reason": f"FINISH_REASON_{reason}", "usage": usage}}
+        return [json.dumps(message) + "\n" for message in ({"delta": {"index": index, "text": f"w{index}"}}, end)]
+
+    await page.evaluate(
+        """() => {
+            const body = new TransformStream();
+            const [writer, encoder] = [body.writable.getWriter(), new TextEncoder()];
+            window.fetch = async () => new Response(body.readable);
+            window.receive = (lines) => lines.forEach((line) => writer.write(encoder.encode(line)));
+            window.end = () => writer.close();
+        }"""
+    )
+    await page.click("#prompt-send")
+    await page.evaluate("lines => receive(lines)", [json.dumps({"started": STARTED}) + "\n", *ended(0, 4, "STOP")])
+    await expect(page.locator("#prompt-output p")).to_contain_text("w0")
+    await expect(status).to_have_text("me: 1 prompt tokens")
+    await page.evaluate("lines => receive(lines)", ended(1, 7, "LENGTH"))
+    await page.evaluate("end()")
+    await expect(status).to_have_text("done: 4 tokens, ended by stop; 7 tokens, ended by length")
 
 
 async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page: "playwright_api.Page") -> None:
