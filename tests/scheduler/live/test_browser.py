@@ -296,6 +296,7 @@ async def test_the_page_fits_the_width_of_the_window(
     await page.goto(f"http://{stack.http}/")
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
     await playwright_api.expect(page.locator("#pool-sizes")).to_contain_text("tokens a block")
+    await page.locator("#model").evaluate("model => model.textContent = 'm'.repeat(80)")  # names can be long
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
     await page.close()
 
