@@ -10,7 +10,6 @@ const KEY_PLACE = "quire-api-key";
 const settings = new Settings(find("parameters"));
 const question = find("question");
 const turns = [];
-let model = "";
 let key = storedKey();
 let abort = null; // of the answer that streams, or null
 
@@ -74,6 +73,7 @@ async function answer(turn) {
   let usage = null;
   try {
     for await (const chunk of chat(request(), key, abort.signal)) {
+      if (chunk.model) showModel(chunk.model);
       const choice = chunk.choices[0];
       turn.append(choice?.delta.content ?? "");
       reason = choice?.finish_reason ?? reason;
@@ -81,7 +81,6 @@ async function answer(turn) {
     }
     turn.end({ note: describe(usage, reason) });
     showState("ready");
-    if (!model) greet();
   } catch (error) {
     turn.end(error.name === "AbortError" ? { note: "stopped" } : { error: error.message });
     refuse(error);
@@ -96,7 +95,8 @@ async function answer(turn) {
 function request() {
   const earlier = turns.slice(0, -1).flatMap((turn) => turn.messages);
   const messages = [...settings.messages, ...earlier, { role: "user", content: turns.at(-1).question }];
-  return { ...(model && { model }), messages, ...settings.parameters };
+  // Without a name, the model is the one that is served: a server can have been started again with another one.
+  return { messages, ...settings.parameters };
 }
 
 /** Reacts to what the user can change: the key, a parameter. Throws what is a bug of this page. */
@@ -118,12 +118,11 @@ function askForKey() {
 /** Asks for the model's name, which also shows whether the server answers, and whether it wants a key. */
 async function greet() {
   try {
-    model = await modelName(key);
-    find("model").textContent = model;
+    showModel(await modelName(key));
     if (!abort) showState("ready");
   } catch (error) {
     refuse(error);
-    if (error.status !== 401) find("model").textContent = error.message;
+    if (error.status !== 401) showModel(error.message);
   }
 }
 
@@ -140,6 +139,10 @@ function setBusy(isBusy) {
   find("stop").disabled = !isBusy;
   find("log").setAttribute("aria-busy", isBusy);
   if (isBusy) showState("answering", "good");
+}
+
+function showModel(words) {
+  if (find("model").textContent !== words) find("model").textContent = words;
 }
 
 function showState(text, kind = "good") {

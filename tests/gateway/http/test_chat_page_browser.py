@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from quire.v1 import generation_pb2 as pb
+from tests.support.gateway import fake_scheduler
 from tests.support.gateway.chat_page import answers, ask, opened
 from tests.support.gateway.fake_scheduler import Answer, delta, finished, started
 from tests.support.gateway.rig import Rig
@@ -48,6 +49,20 @@ async def test_a_conversation(browser: playwright_api.Browser) -> None:
         await ask(page, "four")
         assert await answers(page) == ["w0 w1 w2 "]
         assert roles(rig.fake.requests[2]) == [("user", "four")]
+
+
+async def test_another_model_after_a_restart_answers(
+    browser: playwright_api.Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Rig() as rig, opened(browser, rig.server.address) as page:
+        await playwright_api.expect(page.locator("#model")).to_have_text("tiny")
+        await rig.fake.stop()
+        monkeypatch.setattr(fake_scheduler, "MODEL", "larger")
+        await rig.fake.start()
+        await until(lambda: rig.schedulers.info is not None and rig.schedulers.info.model_name == "larger")
+        await ask(page, "hi")
+        assert await answers(page) == ["w0 w1 w2 "]
+        await playwright_api.expect(page.locator("#model")).to_have_text("larger")
 
 
 async def test_text_appears_while_it_arrives(browser: playwright_api.Browser) -> None:
