@@ -82,7 +82,7 @@ async function answer(turn) {
     turn.end({ note: describe(usage, reason) });
     showState("ready");
   } catch (error) {
-    turn.end(error.name === "AbortError" ? { note: "stopped" } : { error: error.message });
+    turn.fail(error.name === "AbortError" ? { note: "stopped" } : { error: error.message });
     refuse(error);
   } finally {
     const isAtStop = document.activeElement === find("stop");

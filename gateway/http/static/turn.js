@@ -2,6 +2,7 @@
 
 export class Turn {
   #answer = "";
+  #earlier = { answer: "", note: "" }; // what the newest try replaces
   #unpainted = "";
   #frame = 0; // id of the animation frame that will show new text, or 0
   #words = document.createTextNode("");
@@ -23,6 +24,7 @@ export class Turn {
 
   /** Removes the answer, before another try. */
   begin() {
+    this.#earlier = { answer: this.#answer, note: this.#part("usage").textContent };
     this.#answer = this.#unpainted = this.#words.data = "";
     this.#part("error").textContent = this.#part("usage").textContent = "";
     this.#log.scrollTop = this.#log.scrollHeight;
@@ -33,6 +35,13 @@ export class Turn {
     this.#unpainted += text;
     // A fast server sends more chunks than a browser can lay out, so an animation frame shows those that have arrived.
     if (text) this.#frame ||= requestAnimationFrame(() => this.#paint());
+  }
+
+  /** Ends a try that was stopped or has failed. Without a word of a new answer, the earlier one returns. */
+  fail({ note = "", error = "" }) {
+    const returns = !this.#answer && this.#earlier.answer;
+    if (returns) this.append(this.#earlier.answer);
+    this.end({ note: returns ? this.#earlier.note : note, error });
   }
 
   /** Ends the answer with a line about it, or with an error. */

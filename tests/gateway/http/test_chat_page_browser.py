@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway import fake_scheduler
 from tests.support.gateway.chat_page import answers, ask, opened
-from tests.support.gateway.fake_scheduler import Answer, delta, finished, started
+from tests.support.gateway.fake_scheduler import Answer, Failure, delta, finished, started
 from tests.support.gateway.rig import Rig
 from tests.support.live.chromium import browser, needs_chromium, playwright_api
 from tests.support.waiting import until
@@ -134,6 +135,31 @@ async def test_the_last_answer_can_be_regenerated_and_its_message_edited(browser
         await until(lambda: len(rig.fake.requests) == 4)
         assert await answers(page) == ["w0 w1 w2 ", "w0 w1 "]
         assert roles(rig.fake.requests[3])[-1] == ("user", "two2")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_an_answer_stays_when_its_replacement_fails(browser: playwright_api.Browser, is_stopped: bool) -> None:
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        if is_stopped:
+            await asyncio.sleep(600)
+        raise Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+        yield
+
+    async with Rig() as rig, opened(browser, rig.server.address) as page:
+        await ask(page, "one")
+        await answers(page)
+        rig.fake.answer = answer
+        await page.get_by_role("button", name="Regenerate").click()
+        if is_stopped:
+            await until(lambda: len(rig.fake.requests) == 2)
+            await page.get_by_role("button", name="Stop").click()
+        assert await answers(page) == ["w0 w1 w2 "]
+        await playwright_api.expect(page.locator(".usage")).to_contain_text("3 generated")
+        await playwright_api.expect(page.locator("li .error")).to_have_text("" if is_stopped else "the queue is full")
+        rig.fake.answer = rig.fake.words
+        await ask(page, "two")
+        assert await answers(page) == ["w0 w1 w2 "] * 2
+        assert [role for role, _ in roles(rig.fake.requests[-1])] == ["user", "assistant", "user"]
 
 
 async def test_parameters_are_sent_and_remembered(browser: playwright_api.Browser) -> None:
