@@ -75,7 +75,7 @@ async function answer(turn) {
     for await (const chunk of chat(request(), key, abort.signal)) {
       if (chunk.model) showModel(chunk.model);
       const choice = chunk.choices[0];
-      turn.append(choice?.delta.content ?? "");
+      turn.append(choice?.delta ?? {});
       reason = choice?.finish_reason ?? reason;
       usage = chunk.usage ?? usage;
     }

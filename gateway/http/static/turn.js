@@ -2,10 +2,11 @@
 
 export class Turn {
   #answer = "";
+  #thoughts = "";
   #earlier = { answer: "", note: "" }; // what the newest try replaces
-  #unpainted = "";
   #frame = 0; // id of the animation frame that will show new text, or 0
-  #words = document.createTextNode("");
+  #answerNode = document.createTextNode("");
+  #thoughtsNode = document.createTextNode("");
   #log;
 
   constructor(question, log) {
@@ -13,10 +14,11 @@ export class Turn {
     this.#log = log;
     this.element = document.getElementById("turn").content.firstElementChild.cloneNode(true);
     this.#part("question").textContent = question;
-    this.#part("answer").append(this.#words);
+    this.#part("answer").append(this.#answerNode);
+    this.#part("thoughts p").append(this.#thoughtsNode);
   }
 
-  /** The messages that later requests repeat: none if the answer failed before its first word. */
+  /** The messages that later requests repeat: none if the answer failed before its first word. Thoughts are left out. */
   get messages() {
     if (!this.#answer) return [];
     return [{ role: "user", content: this.question }, { role: "assistant", content: this.#answer }];
@@ -25,22 +27,26 @@ export class Turn {
   /** Removes the answer, before another try. */
   begin() {
     this.#earlier = { answer: this.#answer, note: this.#part("usage").textContent };
-    this.#answer = this.#unpainted = this.#words.data = "";
+    this.#answer = this.#thoughts = this.#answerNode.data = this.#thoughtsNode.data = "";
+    this.#part("thoughts").hidden = true;
     this.#part("error").textContent = this.#part("usage").textContent = "";
     this.#log.scrollTop = this.#log.scrollHeight;
   }
 
-  append(text) {
-    this.#answer += text;
-    this.#unpainted += text;
+  /** Adds the texts of a `delta` of a chunk. Thoughts are open until the answer begins. */
+  append({ content, reasoning_content: thoughts }) {
+    if (thoughts && !this.#thoughts) this.#part("thoughts").open = true;
+    if (content && !this.#answer) this.#part("thoughts").open = false;
+    this.#answer += content ?? "";
+    this.#thoughts += thoughts ?? "";
     // A fast server sends more chunks than a browser can lay out, so an animation frame shows those that have arrived.
-    if (text) this.#frame ||= requestAnimationFrame(() => this.#paint());
+    if (content || thoughts) this.#frame ||= requestAnimationFrame(() => this.#paint());
   }
 
   /** Ends a try that was stopped or has failed. Without a word of a new answer, the earlier one returns. */
   fail({ note = "", error = "" }) {
-    const returns = !this.#answer && this.#earlier.answer;
-    if (returns) this.append(this.#earlier.answer);
+    const returns = !this.#answer && !this.#thoughts && this.#earlier.answer;
+    if (returns) this.append({ content: this.#earlier.answer });
     this.end({ note: returns ? this.#earlier.note : note, error });
   }
 
@@ -64,8 +70,11 @@ export class Turn {
   #paint() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
-    this.#change(() => this.#words.appendData(this.#unpainted));
-    this.#unpainted = "";
+    this.#change(() => {
+      this.#part("thoughts").hidden = !this.#thoughts;
+      this.#thoughtsNode.appendData(this.#thoughts.slice(this.#thoughtsNode.length));
+      this.#answerNode.appendData(this.#answer.slice(this.#answerNode.length));
+    });
   }
 
   /** Keeps the end of the conversation in view, unless the reader has scrolled up. */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING
 
 import grpc
@@ -84,6 +85,32 @@ async def test_text_appears_while_it_arrives(browser: playwright_api.Browser) ->
         go_on.set()
         assert await answers(page) == ["Grüße 🦊 und 日本語"]
         await playwright_api.expect(page.locator(".usage")).to_contain_text("ended by the limit of tokens")
+
+
+async def test_thoughts_are_shown_above_the_answer(browser: playwright_api.Browser) -> None:
+    """They appear while the model thinks, also if no answer follows, and fold when the answer begins."""
+    texts = [{"reasoning_content": "Hm, <b>a</b> "}, {"reasoning_content": "< b."}, {"content": "Yes."}]
+    chunks = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': text}]})}\n\n" for text in texts]
+    expect = playwright_api.expect
+    async with Rig() as rig, opened(browser, rig.server.address) as page:
+        thoughts = page.locator(".thoughts p")
+        await page.route("**/v1/chat/completions", instead("".join(chunks[:2])))
+        await ask(page, "hi")
+        assert await answers(page) == [""]
+        await expect(thoughts).to_be_visible()
+        await expect(thoughts).to_have_text("Hm, <b>a</b> < b.")
+        await page.unroute_all()
+        await page.route("**/v1/chat/completions", instead("".join(chunks) + "data: [DONE]\n\n"))
+        await page.get_by_role("button", name="Regenerate").click()
+        assert await answers(page) == ["Yes."]
+        await expect(thoughts).to_be_hidden()
+        await page.get_by_text("Thoughts").click()
+        await expect(thoughts).to_have_text("Hm, <b>a</b> < b.")
+        await page.unroute_all()
+        await ask(page, "Sure?")
+        assert await answers(page) == ["Yes.", "w0 w1 w2 "]
+        await expect(thoughts.last).to_be_hidden()
+    assert roles(rig.fake.requests[0]) == [("user", "hi"), ("assistant", "Yes."), ("user", "Sure?")]
 
 
 @pytest.mark.parametrize("way", ["button", "key", "new chat", "leave"])
