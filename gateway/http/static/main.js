@@ -66,7 +66,9 @@ find("key").addEventListener("submit", (event) => {
 
 async function answer(turn) {
   abort = new AbortController();
+  const isAtSend = document.activeElement === find("send");
   setBusy(true);
+  if (isAtSend) find("stop").focus();
   settings.accept();
   turn.begin();
   let reason = "";
@@ -88,7 +90,9 @@ async function answer(turn) {
     const isAtStop = document.activeElement === find("stop");
     abort = null;
     setBusy(false);
-    if (isAtStop) turn.focus(); // a disabled button cannot keep the focus
+    // A disabled button cannot keep the focus.
+    if (isAtStop && isAtSend) find("send").focus();
+    else if (isAtStop) turn.focus();
   }
 }
 

@@ -53,6 +53,24 @@ async def test_a_conversation(browser: playwright_api.Browser) -> None:
         assert roles(rig.fake.requests[2]) == [("user", "four")]
 
 
+async def test_the_send_button_keeps_the_focus(browser: playwright_api.Browser) -> None:
+    go_on = asyncio.Event()
+
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        await go_on.wait()
+        yield started()
+        yield finished(0, 0)
+
+    async with Rig() as rig, opened(browser, rig.server.address) as page:
+        rig.fake.answer = answer
+        await page.fill("#question", "hi")
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")
+        await playwright_api.expect(page.get_by_role("button", name="Stop")).to_be_focused()
+        go_on.set()
+        await playwright_api.expect(page.get_by_role("button", name="Send")).to_be_focused()
+
+
 async def test_another_model_after_a_restart_answers(
     browser: playwright_api.Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
