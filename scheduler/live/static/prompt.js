@@ -162,8 +162,10 @@ export class Prompt {
   }
 
   #setBusy(isBusy) {
-    this.#send.disabled = isBusy;
-    this.#cancel.disabled = !isBusy;
+    const [last, next] = isBusy ? [this.#send, this.#cancel] : [this.#cancel, this.#send];
+    next.disabled = false;
+    if (document.activeElement === last) next.focus(); // a disabled button cannot keep the focus
+    last.disabled = true;
     this.#output.setAttribute("aria-busy", isBusy);
   }
 

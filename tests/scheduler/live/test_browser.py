@@ -143,6 +143,24 @@ async def test_a_prompt_is_done_when_all_its_samples_have_ended(page: "playwrigh
     await expect(status).to_have_text("done: 4 tokens, ended by stop; 7 tokens, ended by length")
 
 
+async def test_the_buttons_of_the_prompt_keep_the_focus(page: "playwright_api.Page") -> None:
+    expect = playwright_api.expect
+    is_open = asyncio.Event()
+
+    async def wait(route: "playwright_api.Route") -> None:
+        await is_open.wait()
+        await route.continue_()
+
+    await page.route("**/live/completions", wait)
+    await page.fill("[data-field='stopping.max_tokens']", "3")
+    await page.focus("#prompt-send")
+    await page.keyboard.press("Enter")
+    await expect(page.locator("#prompt-cancel")).to_be_focused()
+    is_open.set()
+    await expect(page.locator("#prompt-status")).to_contain_text("done")
+    await expect(page.locator("#prompt-send")).to_be_focused()
+
+
 async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.route("**/live/completions", endlessly)
