@@ -23,7 +23,8 @@ find("ask").addEventListener("submit", (event) => {
   answer(turn);
 });
 question.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  // In Safari, the Enter that accepts a word of an input method arrives after its composition; its code is 229.
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   event.preventDefault();
   find("ask").requestSubmit();
 });

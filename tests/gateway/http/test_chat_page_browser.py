@@ -71,6 +71,21 @@ async def test_the_send_button_keeps_the_focus(browser: playwright_api.Browser) 
         await playwright_api.expect(page.get_by_role("button", name="Send")).to_be_focused()
 
 
+@pytest.mark.parametrize("way", [{"isComposing": True}, {"keyCode": 229}])
+async def test_an_enter_of_an_input_method_sends_nothing(
+    browser: playwright_api.Browser, way: dict[str, object]
+) -> None:
+    """Browsers mark it in one of these ways."""
+    press = "(box, way) => box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, ...way}))"
+    async with Rig() as rig, opened(browser, rig.server.address) as page:
+        await page.fill("#question", "日本")
+        await page.locator("#question").evaluate(press, way)
+        await playwright_api.expect(page.locator("#question")).to_have_value("日本")
+        assert await page.locator("#turns li").count() == 0
+        await page.press("#question", "Enter")
+        assert await answers(page) == ["w0 w1 w2 "]
+
+
 async def test_another_model_after_a_restart_answers(
     browser: playwright_api.Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
