@@ -10,7 +10,6 @@ no gRPC. Exit codes: 0 rank 0 has closed the channel · 1 the group is lost, or 
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -36,7 +35,6 @@ from executor.parallel.rendezvous import AddressStore, exchange_over
 from executor.share_loading import Say, load_share
 from kernels.memory import populate
 from quire import logs
-from quire.signals import end_signals
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +80,6 @@ class Loaded:
 
 def main(descriptor: int, settings: dict[str, Any] | None) -> int:
     """Runs the rank until rank 0 ends; returns the exit code."""
-    for number in end_signals():
-        signal.signal(number, signal.SIG_IGN)  # rank 0 handles them; this rank ends when it does
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         setup = values_of(channel.expect(FrameKind.SETUP))

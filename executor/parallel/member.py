@@ -12,6 +12,7 @@ import psutil
 
 from executor.parallel.channel import Channel, ChannelClosed, FrameKind
 from quire.command import interpreter, lifeline
+from quire.signals import end_signals
 
 _MODULE = "executor.worker"
 
@@ -96,15 +97,20 @@ def start_member(rank: int, setup: dict[str, Any]) -> Member:
 def start_worker(end: socket.socket, settings: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
     """Starts the process of a rank, which receives launches at this end. It ends when the calling thread ends.
 
-    settings: those of a rank of another machine than rank 0, see `executor.worker`
+    It is born with the signals blocked that end this process: a Ctrl-C in the terminal reaches both, and this process
+    handles it. settings: those of a rank of another machine than rank 0, see `executor.worker`
     """
     own_settings = [] if settings is None else [json.dumps(settings)]
-    return subprocess.Popen(
-        [*lifeline(), *interpreter(), "-m", _MODULE, str(end.fileno()), *own_settings],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # where this process prints `ready`
-        pass_fds=[end.fileno()],
-    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, end_signals())  # of this thread alone
+    try:
+        return subprocess.Popen(
+            [*lifeline(), *interpreter(), "-m", _MODULE, str(end.fileno()), *own_settings],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # where this process prints `ready`
+            pass_fds=[end.fileno()],
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def set_up(member: Member, setup: dict[str, Any]) -> None:

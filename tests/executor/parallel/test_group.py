@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError, ConfigError, RankLost
+from executor.parallel.member import start_worker
 from planning.config_file import read_model_shape
+from quire.signals import end_signals
 from tests.support.executor.checkpoints import make_checkpoint
 from tests.support.executor.neighbours import logits_of
 from tests.support.executor.plan_driver import PlanDriver, generate
@@ -194,6 +197,16 @@ def test_an_error_of_rank_0_in_a_step_ends_the_group(load_group, checkpoint, mon
     driver.admit([1, 2, 3], 8)
     with pytest.raises(RankLost, match="rank 0 failed in the middle of a step: ValueError: a bug"):
         driver.step()
+
+
+def test_a_rank_leaves_the_signals_of_the_terminal_to_rank_0_from_its_first_moment() -> None:
+    """Python takes seconds to load a rank; a Ctrl-C meanwhile must neither end it nor print a traceback."""
+    own, other = socket.socketpair()
+    with own, other:
+        process = start_worker(other)
+    for number in end_signals():
+        process.send_signal(number)
+    assert process.wait(_WAIT_S) == 0, "it ends because its channel is closed"
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_starts(load_group, checkpoint) -> None:
