@@ -7,7 +7,7 @@ from typing import Self, get_type_hints
 
 from executor.errors import ConfigError
 from quire import logs
-from quire.addresses import UNIX, HostPort, is_address, is_local, private_socket
+from quire.addresses import UNIX, is_address, is_local, private_socket
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
@@ -135,8 +135,6 @@ class ExecutorConfig:
             raise ConfigError(f"{given[0]}: remote_ranks, ranks_listen and ranks_key have to be given together")
         if self.ranks_listen:
             _check_address("ranks_listen", self.ranks_listen, '"host:port"')
-            if HostPort.parse(self.ranks_listen).host in ("0.0.0.0", "::"):
-                raise ConfigError("ranks_listen: must be the address at which other machines reach this one")
 
     @property
     def num_local_ranks(self) -> int:

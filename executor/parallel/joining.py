@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -71,13 +72,16 @@ class RankListener:
     """Listens for ranks of other machines. Used by rank 0 until the group is complete, then closed."""
 
     def __init__(self, address: str, key: bytes) -> None:
-        """Raises AddressInUse and AddressUnusable."""
+        """Raises AddressInUse, AddressUnusable, and ConfigError for all addresses of this machine: gloo needs one."""
         self._key = key
         self._joined: SimpleQueue[Channel] = SimpleQueue()
         self._free = threading.Semaphore(MAX_HANDSHAKES)
         self._listener = _listen(address)
         self.address = str(HostPort(*self._listener.getsockname()[:2]))
         self.host: str = self._listener.getsockname()[0]
+        if ip_address(self.host.partition("%")[0]).is_unspecified:  # written in any way, such as "0"
+            self._listener.close()
+            raise ConfigError("ranks_listen: must be the address at which other machines reach this one")
         threading.Thread(target=self._accept, name="ranks that join", daemon=True).start()
 
     def next(self, timeout_s: float) -> Channel | None:

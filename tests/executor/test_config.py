@@ -63,7 +63,6 @@ TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_
             "remote_ranks: remote_ranks, ranks_listen and ranks_key have to be",
         ),
         ({"model": "m", **RANKS, "ranks_listen": "9100"}, 'ranks_listen: expected "host:port"'),
-        ({"model": "m", **RANKS, "ranks_listen": "0.0.0.0:9"}, "ranks_listen: must be the address at which other"),
         ({"model": "m", "metrics_address": "localhost:"}, "metrics_address: expected"),
         ({"model": "m", "metrics_address": "unix:/tmp/x"}, 'metrics_address: expected "host:port", found'),
     ],

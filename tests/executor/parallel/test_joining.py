@@ -277,6 +277,13 @@ def test_the_address_is_checked(listener: RankListener) -> None:
         RankListener("a..b:7000", KEY)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "[::]", "[0:0:0:0:0:0:0:0]"])
+def test_all_addresses_of_a_machine_are_refused(host: str) -> None:
+    """Ranks of other machines would be told this address, and would find themselves there."""
+    with pytest.raises(ConfigError, match="ranks_listen: must be the address at which other machines reach this one"):
+        RankListener(f"{host}:0", KEY)
+
+
 @pytest.mark.parametrize(("text", "is_valid"), [(b"x" * 31, False), (b"x" * 32 + b"\n", True), (b"x" * 5000, False)])
 def test_a_secret_has_enough_bytes(text: bytes, is_valid: bool, tmp_path: Path) -> None:
     path = tmp_path / "key"
