@@ -1,11 +1,16 @@
 """Products of bfloat16 in the matrix registers of Intel's processors (Advanced Matrix Extensions, AMX).
 
 A matrix register holds up to 16 rows of 64 bytes: 32 bfloat16, or 16 float32 sums. One instruction adds the products of
-up to ROWS rows and 16 outputs over BLOCK inputs; it takes 16 cycles, in which vectors of float32 multiply a sixteenth
-of that::
+up to 16 rows and 16 outputs over BLOCK inputs; it takes 16 cycles, in which vectors of float32 multiply a sixteenth of
+that. Of the eight registers four hold sums, so four products follow the loading of their rows and weights::
 
-    rows[ROWS, BLOCK]  ·  panel[BLOCK / 2, 16 outputs, 2]  →  sums[ROWS, 16 outputs]
-       register 4             registers 5 to 7                  registers 0 to 3, one for each quarter of a PANEL
+    rows[16, BLOCK]  ·  panel[BLOCK / 2, 16 outputs, 2]  →  sums[16, 16 outputs]
+
+    up to 16 rows       a register of rows, four of weights (one after the other): a whole PANEL of 64 outputs
+    up to ROWS rows     two registers of rows, two of weights: half of a PANEL, then the other half
+
+Loading a register takes 8 cycles from the first-level cache, and some 25 from the second. The weights come from there,
+so more than 16 rows, which read each weight once for two products, are much faster.
 
 The instruction sums the inputs with even and those with odd numbers separately, each from zero and in their order, adds
 both, and adds the result to the sum (Intel, Architecture Instruction Set Extensions, TDPBF16PS). Denormals count as
@@ -31,8 +36,8 @@ from kernels.cpu.native import LINE_BYTES, Builder, Value, codegen, emit_prefetc
 MATRIX = 3
 """The format of rows whose products are computed here, beside the storages of `kernels.cpu.native`."""
 
-ROWS = 16
-"""Rows that an instruction multiplies at most."""
+ROWS = 32
+"""Rows that are multiplied at once at most: two registers of them."""
 
 BLOCK = 32
 """Inputs that an instruction multiplies. A number of inputs that is no multiple of it needs vectors."""
@@ -40,9 +45,8 @@ BLOCK = 32
 _I64, _VOID = ir.IntType(64), ir.VoidType()
 
 _ROW_BYTES = 64
-_QUARTERS = 4  # registers 0 to 3 hold sums, register 4 holds rows, the others weights
-_ROWS_REGISTER = 4
-_WEIGHT_REGISTERS = (5, 6, 7)
+_REGISTER_ROWS = 16
+_QUARTERS = 4  # of a PANEL, each of which is the width of a register
 _NUM_REGISTERS = 8
 
 _FEATURES = ("amx-tile", "amx-bf16", "avx512bf16")
@@ -75,9 +79,14 @@ def _configurations() -> bytes:
     """Returns the configurations of the registers for 0 to ROWS rows, as LDTILECFG reads them. 0 rows are a fault."""
     configurations = b""
     for num_rows in range(ROWS + 1):
-        rows = bytes(ROWS if register in _WEIGHT_REGISTERS else num_rows for register in range(_NUM_REGISTERS))
+        first, second = min(num_rows, _REGISTER_ROWS), max(0, num_rows - _REGISTER_ROWS)
+        whole = _REGISTER_ROWS
+        if num_rows <= _REGISTER_ROWS:  # see `_multiply_one`
+            rows = (first, first, first, first, first, whole, whole, whole)
+        else:  # see `_multiply_two`
+            rows = (first, first, second, second, first, second, whole, whole)
         columns = _ROW_BYTES.to_bytes(2, "little") * _NUM_REGISTERS
-        configurations += bytes((1, 0)).ljust(16, b"\0") + columns.ljust(32, b"\0") + rows.ljust(16, b"\0")
+        configurations += bytes((1, 0)).ljust(16, b"\0") + columns.ljust(32, b"\0") + bytes(rows).ljust(16, b"\0")
     return configurations
 
 
@@ -127,8 +136,41 @@ def end_products(typingctx: Any, row_format: Any) -> Any:
     return types.none(row_format), generate
 
 
+def _emit_load(builder: Builder, register: int, place: Value, row_bytes: Value) -> None:
+    _emit(builder, f"tileloadd ($0,$1,1), %tmm{register}", place, row_bytes)
+
+
+def _emit_begin(builder: Builder, adds: bool, register: int, sums: Value, sum_bytes: Value) -> None:
+    """Loads sums into a register, or clears it."""
+    if adds:
+        _emit_load(builder, register, sums, sum_bytes)
+    else:
+        _emit(builder, f"tilezero %tmm{register}")
+
+
+def _emit_end(builder: Builder, register: int, sums: Value, sum_bytes: Value) -> None:
+    """Stores the sums of a register."""
+    _emit(builder, f"tilestored %tmm{register}, ($0,$1,1)", sums, sum_bytes)
+
+
+def _quarter_of(builder: Builder, place: Value, quarter: int) -> Value:
+    """Returns the address of a quarter of a row of PANEL outputs."""
+    return builder.add(place, ir.Constant(_I64, quarter * _ROW_BYTES))
+
+
+def _emit_ahead(builder: Builder, line_ahead: Value, block: Value, lines: range) -> None:
+    """Prefetches these of the BLOCK / 2 cache lines of a block."""
+    first = builder.add(line_ahead, builder.mul(block, ir.Constant(_I64, BLOCK // 2 * LINE_BYTES)))
+    for line in lines:
+        emit_prefetch(builder, builder.add(first, ir.Constant(_I64, line * LINE_BYTES)))
+
+
+_WEIGHT_BLOCK_BYTES = BLOCK * 2 * _REGISTER_ROWS * _QUARTERS
+_LINE = ir.Constant(_I64, _QUARTERS * _ROW_BYTES)
+
+
 @instruction
-def _multiply(
+def _multiply_one(
     typingctx: Any,
     adds: Any,
     rows: Any,
@@ -139,34 +181,76 @@ def _multiply(
     sum_bytes: Any,
     ahead: Any,
 ) -> Any:
-    """Computes `multiply_matrix` for as many rows as the registers are configured for."""
+    """Computes `multiply_matrix` for as many rows as the registers are configured for, at most 16.
+
+    Registers 0 to 3 hold the sums of the quarters of the panel, register 4 the rows, the others weights.
+    """
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         rows, row_bytes, panel, num_blocks, sums, sum_bytes, line_ahead = arguments[1:]
-        line_bytes = ir.Constant(_I64, _QUARTERS * _ROW_BYTES)
-
-        def part_of(place: Value, quarter: int) -> Value:
-            return builder.add(place, ir.Constant(_I64, quarter * _ROW_BYTES))
-
-        for quarter in range(_QUARTERS):
-            if adds.literal_value:
-                _emit(builder, f"tileloadd ($0,$1,1), %tmm{quarter}", part_of(sums, quarter), sum_bytes)
-            else:
-                _emit(builder, f"tilezero %tmm{quarter}")
+        places = [_quarter_of(builder, sums, quarter) for quarter in range(_QUARTERS)]
+        for quarter, place in enumerate(places):
+            _emit_begin(builder, adds.literal_value, quarter, place, sum_bytes)
         with codegen.for_range(builder, num_blocks) as loop:
             own = builder.add(rows, builder.mul(loop.index, ir.Constant(_I64, BLOCK * 2)))
-            _emit(builder, f"tileloadd ($0,$1,1), %tmm{_ROWS_REGISTER}", own, row_bytes)
-            weights = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, BLOCK * 2 * ROWS * _QUARTERS)))
+            _emit_load(builder, 4, own, row_bytes)
+            weights = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _WEIGHT_BLOCK_BYTES)))
             for quarter in range(_QUARTERS):
-                register = _WEIGHT_REGISTERS[quarter % len(_WEIGHT_REGISTERS)]
-                _emit(builder, f"tileloadd ($0,$1,1), %tmm{register}", part_of(weights, quarter), line_bytes)
-                _emit(builder, f"tdpbf16ps %tmm{register}, %tmm{_ROWS_REGISTER}, %tmm{quarter}")
+                register = 5 + quarter % 3
+                _emit_load(builder, register, _quarter_of(builder, weights, quarter), _LINE)
+                _emit(builder, f"tdpbf16ps %tmm{register}, %tmm4, %tmm{quarter}")
             if ahead != types.none:
-                first = builder.add(line_ahead, builder.mul(loop.index, ir.Constant(_I64, BLOCK // 2 * LINE_BYTES)))
-                for line in range(BLOCK // 2):
-                    emit_prefetch(builder, builder.add(first, ir.Constant(_I64, line * LINE_BYTES)))
-        for quarter in range(_QUARTERS):
-            _emit(builder, f"tilestored %tmm{quarter}, ($0,$1,1)", part_of(sums, quarter), sum_bytes)
+                _emit_ahead(builder, line_ahead, loop.index, range(BLOCK // 2))
+        for quarter, place in enumerate(places):
+            _emit_end(builder, quarter, place, sum_bytes)
+        return context.get_dummy_value()
+
+    return types.none(adds, *[types.int64] * 6, ahead), generate
+
+
+@instruction
+def _multiply_two(
+    typingctx: Any,
+    adds: Any,
+    rows: Any,
+    row_bytes: Any,
+    panel: Any,
+    num_blocks: Any,
+    sums: Any,
+    sum_bytes: Any,
+    ahead: Any,
+) -> Any:
+    """Computes `multiply_matrix` for as many rows as the registers are configured for, more than 16.
+
+    Registers 0 and 1 hold the sums of the first 16 rows with two quarters of the panel, 2 and 3 those of the other
+    rows, 4 and 5 the rows, 6 and 7 weights.
+    """
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        rows, row_bytes, panel, num_blocks, sums, sum_bytes, line_ahead = arguments[1:]
+        more_rows = builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, _REGISTER_ROWS)))
+        more_sums = builder.add(sums, builder.mul(sum_bytes, ir.Constant(_I64, _REGISTER_ROWS)))
+        for half in range(2):
+            quarters = (2 * half, 2 * half + 1)
+            places = [_quarter_of(builder, place, quarter) for place in (sums, more_sums) for quarter in quarters]
+            for register, place in enumerate(places):
+                _emit_begin(builder, adds.literal_value, register, place, sum_bytes)
+            with codegen.for_range(builder, num_blocks) as loop:
+                offset = builder.mul(loop.index, ir.Constant(_I64, BLOCK * 2))
+                weights = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _WEIGHT_BLOCK_BYTES)))
+                _emit_load(builder, 4, builder.add(rows, offset), row_bytes)
+                _emit_load(builder, 6, _quarter_of(builder, weights, quarters[0]), _LINE)
+                _emit(builder, "tdpbf16ps %tmm6, %tmm4, %tmm0")
+                _emit_load(builder, 7, _quarter_of(builder, weights, quarters[1]), _LINE)
+                _emit(builder, "tdpbf16ps %tmm7, %tmm4, %tmm1")
+                _emit_load(builder, 5, builder.add(more_rows, offset), row_bytes)
+                _emit(builder, "tdpbf16ps %tmm6, %tmm5, %tmm2")
+                _emit(builder, "tdpbf16ps %tmm7, %tmm5, %tmm3")
+                if ahead != types.none:
+                    lines = BLOCK // 4
+                    _emit_ahead(builder, line_ahead, loop.index, range(half * lines, (half + 1) * lines))
+            for register, place in enumerate(places):
+                _emit_end(builder, register, place, sum_bytes)
         return context.get_dummy_value()
 
     return types.none(adds, *[types.int64] * 6, ahead), generate
@@ -191,7 +275,10 @@ def multiply_matrix(
     """
     if num_rows != full_rows:
         _configure(num_rows)
-    _multiply(adds, rows, row_bytes, panel, num_blocks, sums, sum_bytes, ahead)
+    if num_rows > _REGISTER_ROWS:
+        _multiply_two(adds, rows, row_bytes, panel, num_blocks, sums, sum_bytes, ahead)
+    else:
+        _multiply_one(adds, rows, row_bytes, panel, num_blocks, sums, sum_bytes, ahead)
     if num_rows != full_rows:
         _configure(full_rows)
 

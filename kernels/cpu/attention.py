@@ -13,7 +13,7 @@ from kernels.cpu.native import FLOAT32, storage_of, strided
 from kernels.cpu.panels import row_format
 from kernels.cpu.softmax import CHUNK
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import TILE_ROWS, panel_words, tiles_kernel
+from kernels.cpu.tiles import HELD_ROWS, TILE_ROWS, panel_words, tiles_kernel
 from kernels.cpu.tokens import padded_size, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
@@ -90,13 +90,15 @@ def attention_fields(
     """Returns the fields of an ATTENTION_JOB, except those that describe the sequences and the workspace."""
     _, num_kv_heads, block_size, head_dim = kv.shape[1:]
     storage = storage_of(query.dtype)
-    score_rows, weigh_rows = tiles_kernel(head_dim, storage)
+    pack, score, weigh = tiles_kernel(head_dim, storage)
     row_kind = row_format(storage, storage, head_dim)
     return {
-        "score_rows": score_rows,
-        "weigh_rows": weigh_rows,
+        "pack": pack,
+        "score": score,
+        "weigh": weigh,
         "takes_pairs": row_kind != FLOAT32,
         "tile_rows": TILE_ROWS[row_kind],
+        "held_rows": HELD_ROWS[row_kind],
         "panel_words": panel_words(row_kind),
         "padded_size": padded_size(head_dim),
         "tokens_ahead": tokens_ahead(head_dim, storage),

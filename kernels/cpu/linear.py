@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.cpu.amx import MATRIX, begin_products, end_products
+from kernels.cpu.amx import MATRIX, ROWS, begin_products, end_products
 from kernels.cpu.compiler import compiled
 from kernels.cpu.native import (
     FLOAT32,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Rows of a unit: enough to make good use of a panel in the cache, few enough that a prompt gives many units.
-UNIT_ROWS = 8 * MAX_ROWS
+UNIT_ROWS, MATRIX_UNIT_ROWS = 8 * MAX_ROWS, 4 * ROWS
 # The most panels of a unit. Narrow panels share the rows of a unit, which are widened once and then read from a cache.
 UNIT_PANELS = 8 if PANEL < 64 else 1
 # Fewer panels where a thread would not get as many units, so that all threads end at about the same time.
@@ -48,13 +48,14 @@ _job = Job(LINEAR_JOB)
 
 @cache
 def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
-    """Returns the kernel for x Wᵀ + b; a unit has up to UNIT_PANELS panels and up to UNIT_ROWS rows.
+    """Returns the kernel for x Wᵀ + b; a unit has up to UNIT_PANELS panels.
 
     Inputs and outputs have the same storage. row_kind: see `row_format`.
     """
     widens = storage != FLOAT32 and row_kind == FLOAT32
     most_rows = tile_rows(row_kind)
     span_inputs = 2 * SPAN_INPUTS if row_kind == MATRIX else SPAN_INPUTS
+    unit_rows = MATRIX_UNIT_ROWS if row_kind == MATRIX else UNIT_ROWS
     width = inputs_at_once(weight_storage)
     number_bytes = storage_bytes(storage)
     step_bytes, panel_step_bytes = width * number_bytes, width * PANEL * storage_bytes(weight_storage)
@@ -62,7 +63,7 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
     def linear(address: int) -> None:
         job = array(address, 1, LINEAR_JOB)[0]
         num_steps = job.in_size // width
-        num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
+        num_pieces = (job.num_rows + unit_rows - 1) // unit_rows
         # A single tile reads its panel only once, so there is no need to cut the inputs into spans.
         unit_panels, most_steps = 1, num_steps
         if job.num_rows > most_rows:
@@ -71,8 +72,8 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
         # A tile reads its rows directly, or after they were widened to float32: by the first of several panels.
         widened_rows, widened_inputs = 0, most_steps * width
         if widens:
-            widened_rows = min(job.num_rows, UNIT_ROWS) if unit_panels > 1 else most_rows
-        num_sums = unit_panels * UNIT_ROWS * PANEL
+            widened_rows = min(job.num_rows, unit_rows) if unit_panels > 1 else most_rows
+        num_sums = unit_panels * unit_rows * PANEL
         scratch = np.empty(num_sums + widened_rows * widened_inputs + 16, np.float32)
         sums_address = (scratch.ctypes.data + 63) // 64 * 64
         widened = sums_address + num_sums * 4
@@ -89,7 +90,7 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
             next_panels = panels
             if next_unit < num_units:
                 next_panels = job.panels + next_unit // num_pieces * unit_panels * job.panel_bytes
-            start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
+            start, stop = piece * unit_rows, min(job.num_rows, (piece + 1) * unit_rows)
             for step in range(0, num_steps, most_steps):
                 span_steps = min(most_steps, num_steps - step)
                 for which in range(num_panels):
@@ -112,7 +113,7 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
                                     number = read(storage, rows + row * row_bytes, i)
                                     write(FLOAT32, own, row * widened_inputs + i, number)
                             rows, row_bytes = own, widened_inputs * 4
-                        sums = sums_address + (which * UNIT_ROWS + first - start) * PANEL * 4
+                        sums = sums_address + (which * unit_rows + first - start) * PANEL * 4
                         if step == 0:
                             multiply(
                                 num_rows, full_rows, row_kind, weight_storage, 0,
@@ -128,7 +129,7 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
                 first_column = (first_panel + which) * PANEL
                 num_columns = min(PANEL, job.out_size - first_column)
                 for row in range(stop - start):
-                    sums = sums_address + (which * UNIT_ROWS + row) * PANEL * 4
+                    sums = sums_address + (which * unit_rows + row) * PANEL * 4
                     out = job.out + (start + row) * job.out_row_bytes + first_column * number_bytes
                     if job.bias != 0:
                         bias = job.bias + first_column * 4

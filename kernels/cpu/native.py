@@ -375,15 +375,16 @@ def call_kernel(typingctx: Any, function: Any, job: Any) -> Any:
 
 
 @instruction
-def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
-    """Calls the C function at address `function` with eight int64 arguments."""
+def call(typingctx: Any, function: Any, *numbers: Any) -> Any:
+    """Calls the C function at address `function` with these int64 arguments."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 8)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * len(numbers))
+        own = [builder.extract_value(arguments[1], i) for i in range(len(numbers))]
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), own)
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 9), generate
+    return types.none(types.int64, types.StarArgTuple([types.int64] * len(numbers))), generate
 
 
 @instruction

@@ -38,6 +38,9 @@ SCORE_STRIDE = CHUNK + 16
 # The softmax of a row processes its scores in vectors of this size.
 SCORE_LANES = 32
 
+# Vectors of a row that are compared in turns: a comparison takes four cycles, and needs the one before it.
+_COMPARED = 4
+
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 # Polynomials for 2 ** f on [-0.5, 0.5] (see native): relative errors of 1e-7, and of 3e-6, a thousandth of bfloat16's.
@@ -96,9 +99,12 @@ def soften_row(
         whole_to = builder.and_(at_most(stop, end), mask)
         whole_to = builder.select(builder.icmp_signed(">", whole_from, whole_to), whole_from, whole_to)
 
-        def each(emit: Callable[[Value, Callable[[Value, Value], Value]], None]) -> None:
-            """Emits loops over the scores: emit(index of the vector, function that replaces what is not seen)."""
-            ranges = (begin, whole_from, False), (whole_from, whole_to, True), (whole_to, end, False)
+        def each(whole_rest: Value, emit: Callable[[Value, Callable[[Value, Value], Value]], None]) -> None:
+            """Emits loops over the scores: emit(index of the vector, function that replaces what is not seen).
+
+            Leaves out [whole_from, whole_rest).
+            """
+            ranges = (begin, whole_from, False), (whole_rest, whole_to, True), (whole_to, end, False)
             for first, last, is_whole in ranges:
                 with codegen.for_range_slice(builder, first, last, step, inc=True) as (index, _):
 
@@ -111,16 +117,27 @@ def soften_row(
 
                     emit(index, seen)
 
-        greatest = codegen.alloca_once_value(builder, lowest)
-        builder.store(lowest, greatest)
+        greatest = [codegen.alloca_once_value(builder, lowest) for _ in range(_COMPARED)]
+        for place in greatest:
+            builder.store(lowest, place)
 
-        def compare(index: Value, seen: Callable[[Value, Value], Value]) -> None:
-            score = seen(emit_load(builder, at_index(builder, scores, index, 4), FLOAT32, lanes), lowest)
-            held = builder.load(greatest)
-            builder.store(builder.select(builder.fcmp_ordered(">", score, held), score, held), greatest)
+        def score_at(index: Value) -> Value:
+            return emit_load(builder, at_index(builder, scores, index, 4), FLOAT32, lanes)
 
-        each(compare)
-        top = builder.load(greatest)
+        def compare(place: Value, score: Value) -> None:
+            held = builder.load(place)
+            builder.store(builder.select(builder.fcmp_ordered(">", score, held), score, held), place)
+
+        turn = ir.Constant(_I64, _COMPARED * lanes)
+        turns = builder.sdiv(builder.sub(whole_to, whole_from), turn)
+        in_turns_to = builder.add(whole_from, builder.mul(turns, turn))
+        with codegen.for_range_slice(builder, whole_from, in_turns_to, turn, inc=True) as (index, _):
+            for i, place in enumerate(greatest):
+                compare(place, score_at(builder.add(index, ir.Constant(_I64, i * lanes))))
+        each(in_turns_to, lambda index, seen: compare(greatest[0], seen(score_at(index), lowest)))
+        for place in greatest[1:]:
+            compare(greatest[0], builder.load(place))
+        top = builder.load(greatest[0])
         while top.type.count > 1:
             lower, upper = halves_of(builder, top)
             top = builder.select(builder.fcmp_ordered(">", lower, upper), lower, upper)
@@ -133,8 +150,7 @@ def soften_row(
         builder.store(zero, total)
 
         def weigh(index: Value, seen: Callable[[Value, Value], Value]) -> None:
-            score = emit_load(builder, at_index(builder, scores, index, 4), FLOAT32, lanes)
-            power = call_llvm(builder, "llvm.fmuladd", score, scales, offsets)
+            power = call_llvm(builder, "llvm.fmuladd", score_at(index), scales, offsets)
             weight = seen(_emit_powers(builder, power, kind), zero)
             builder.store(builder.fadd(builder.load(total), weight), total)
             if kind == FLOAT32:
@@ -144,7 +160,7 @@ def soften_row(
                 pointer = builder.inttoptr(at_index(builder, scores, index, 2), packed.type.as_pointer())
                 builder.store(packed, pointer, align=2)
 
-        each(weigh)
+        each(whole_from, weigh)
         whole = builder.load(total)
         while whole.type.count > 1:
             whole = builder.fadd(*halves_of(builder, whole))

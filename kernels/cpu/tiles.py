@@ -1,16 +1,18 @@
 """The products and the softmax of attention, for a chunk of tokens and a tile of rows.
 
 A *row* is one query of one head; a *token* is one key or value of one kv head. Keys and values are copied into panels,
-which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; all rows of a tile share the copy::
+which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; all rows of a tile share the copy. Then
+HELD_ROWS of the rows after the others are scored, softened and weighed, so that their scores stay in a near cache::
 
+    pack     all keys and values of the chunk
     score    scores[row, token]  = rows[row] · keys[token]                    a panel of keys: its outputs are tokens
     soften   scores[row, token]  = 2 ** (scale * scores[row, token] - greatest)
     weigh    sums[row, :]        = Σ scores[row, token] * values[token]       panels of values: their inputs are tokens
 
-A product keeps MAX_ROWS rows × PANEL sums in registers; a panel of 64 tokens stays in the nearest caches. A few rows,
-as in decode, multiply keys and values in registers, without a panel in memory (`kernels.cpu.few_rows`). If the
-processor multiplies bfloat16 faster than float32, rows, keys and values of that dtype stay as they are, in pairs of
-inputs, and the weights of the values are rounded to it; otherwise everything is float32.
+A product keeps up to `tile_rows` rows × PANEL sums in registers. A few rows, as in decode, multiply keys and values in
+registers, without a panel in memory (`kernels.cpu.few_rows`). If the processor multiplies bfloat16 faster than float32,
+rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the values are rounded to
+it; otherwise everything is float32.
 
 Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. In
 matrix registers a sum adds blocks of inputs, and a few rows, which vectors multiply, add in the same order (see
@@ -48,11 +50,15 @@ from kernels.cpu.tokens import (
 # The tokens of a chunk that are computed begin at a multiple of this, and are a multiple of SCORE_LANES.
 STRIP = max(PANEL, SCORE_LANES)
 
-# The most query rows of a tile of a prompt, by their format: enough that copying keys and values costs little, few
-# enough that the scores of a chunk stay in a second-level cache of 1 MiB, or of 2 MiB. A multiple of `tile_rows`.
+# The most query rows of a tile of a prompt, by their format: enough that copying keys and values costs little.
 TILE_ROWS = {FLOAT32: 192, BFLOAT16: 192, MATRIX: 384}
 
-# Tokens that the weighted sums take at once. Matrix registers hold sums apart from the inputs, and are slow to load.
+# The rows whose scores are held at once, a multiple of `tile_rows`: few, because they share a cache with the panels,
+# but enough to make good use of a span of a panel.
+HELD_ROWS = {FLOAT32: 48, BFLOAT16: 48, MATRIX: 32}
+
+# Tokens that the weighted sums take at once: so much of a panel stays in a first-level cache while all rows multiply
+# it. Matrix registers are slow to load with sums.
 _SPANS = {FLOAT32: 64, BFLOAT16: 64, MATRIX: CHUNK}
 
 _I64 = ir.IntType(64)
@@ -60,7 +66,7 @@ _I64 = ir.IntType(64)
 
 def panel_words(row_kind: int) -> int:
     """Returns the words of scratch memory for panels, for each number of `padded_size`. A word is 4 bytes."""
-    return _SPANS[row_kind] // inputs_at_once(row_kind)
+    return 2 * CHUNK // inputs_at_once(row_kind)
 
 
 @instruction
@@ -88,13 +94,14 @@ def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: A
 
 @instruction
 def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_tokens: Any, panels: Any) -> Any:
-    """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, inputs, PANEL].
+    """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, CHUNK, PANEL].
 
-    head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further.
+    head_dim and storage are literals; num_tokens is even, and at most CHUNK. Also prefetches the tokens `tokens_ahead`
+    further.
     """
     dim, kind = head_dim.literal_value, storage.literal_value
     row_kind, lanes = row_format(kind, kind, dim), gcd(LANES, dim)
-    width, span = inputs_at_once(row_kind), _SPANS[row_kind]
+    width = inputs_at_once(row_kind)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         places, num_tokens, panels = arguments[2:]
@@ -108,7 +115,7 @@ def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_to
             for start in range(0, dim, lanes):
                 strip, column = divmod(start, PANEL)
                 value = emit_value(builder, kind, tokens, start * storage_bytes(kind), lanes)
-                place = after(builder, target, (strip * PANEL * span // width + column) * 4)
+                place = after(builder, target, (strip * PANEL * CHUNK // width + column) * 4)
                 builder.store(value, builder.inttoptr(place, value.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -116,12 +123,12 @@ def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_to
 
 
 @inlined
-def _first_row(token: int, to_first: int, group: int, most_rows: int) -> int:
+def _first_row(token: int, offset: int, group: int, most_rows: int) -> int:
     """Returns the first row of a tile such that no row before it sees the token or a later one.
 
-    Rows 0 to group - 1 see up to to_first; tiles have most_rows rows.
+    Row r sees the tokens up to (offset + r) // group; tiles have most_rows rows.
     """
-    return max(0, token - to_first) * group // most_rows * most_rows if token > 0 else 0
+    return max(0, token * group - offset) // most_rows * most_rows if token > 0 else 0
 
 
 @inlined
@@ -136,19 +143,21 @@ _variants: list[Any] = []  # own the machine code
 
 
 @cache
-def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
-    """Returns the addresses of `score` and `weigh` as C functions for one head_dim and one storage.
+def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
+    """Returns the addresses of `pack`, `score` and `weigh` as C functions for one head_dim and one storage.
 
-    score(rows, num_rows, places, num_tokens, scores, panels, to_first, group) computes scores[num_rows, SCORE_STRIDE]
-    float32 of rows[num_rows, head_dim] with the keys at places[num_tokens]. weigh(scores, num_rows, places, num_tokens,
-    sums, panels, to_first, group) computes sums[num_rows, padded_size] float32 of the values at places[num_tokens] with
-    the softened scores. num_tokens is a multiple of SCORE_LANES; scores beyond it are overwritten too, up to a multiple
-    of PANEL. Row r sees the tokens up to to_first + r // group; the scores of others may be left as they were. panels
-    is scratch memory, padded_size * panel_words words.
+    pack(places, num_tokens, num_rows, panels) copies the keys at places[num_tokens], and the values at the next
+    num_tokens places, into panels for num_rows rows. panels is scratch memory, padded_size * panel_words words.
+
+    score(rows, num_rows, places, num_tokens, scores, panels, offset, group) computes scores[num_rows, SCORE_STRIDE]
+    float32 of rows[num_rows, head_dim] with the keys. weigh(scores, num_rows, places, num_tokens, sums, panels, offset,
+    group) computes sums[num_rows, padded_size] float32 of the values with the softened scores; its places are those of
+    the values. It follows `score` of the same rows in the same thread. num_tokens is a multiple of SCORE_LANES; scores
+    beyond it are overwritten too, up to a multiple of PANEL. Row r sees the tokens up to (offset + r) // group; the
+    scores of others may be left as they were. A few rows may destroy the panels.
     """
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
-    signature = types.void(*[types.int64] * 8)
     kind = row_format(storage, storage, head_dim)
     number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
     span = _SPANS[kind]
@@ -156,18 +165,28 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     # Matrix registers multiply more than four rows so fast that a panel in memory pays.
     few_rows = 4 if kind == MATRIX else FEW_ROWS
     row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
-    num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * span // width * 4
-    num_inputs = head_dim // width
+    num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * CHUNK * number_bytes
+    num_inputs, key_bytes = head_dim // width, head_dim * number_bytes
+    to_values = CHUNK * key_bytes
 
     is_whole = head_dim % LANES == 0
 
+    def pack(places: int, num_tokens: int, num_rows: int, panels: int) -> None:
+        if is_whole and num_rows <= few_rows:
+            return
+        for first in range(0, num_tokens, PANEL):
+            panel = panels + first * key_bytes
+            for token in range(0, min(PANEL, num_tokens - first), LANES):
+                pack_keys(head_dim, storage, places + (first + token) * 8, panel + token * 4)
+        pack_values(head_dim, storage, places + num_tokens * 8, num_tokens, panels + to_values)
+
     def score(
-        rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panel: int, to_first: int, group: int
+        rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panels: int, offset: int, group: int
     ) -> None:
         if is_whole and num_rows <= few_rows:
             if kind == MATRIX:
-                _widen(rows, row_bytes, num_rows, head_dim, panel)
-                rows = panel
+                _widen(rows, row_bytes, num_rows, head_dim, panels)
+                rows = panels
             count_denormals(kind, True)
             if num_rows == 1:
                 score_few(head_dim, storage, 1, rows, places, num_tokens, scores)
@@ -182,18 +201,16 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
         full_rows = min(most_rows, num_rows)
         begin_products(kind, full_rows)
         for first in range(0, num_tokens, PANEL):
-            for token in range(0, min(PANEL, num_tokens - first), LANES):
-                pack_keys(head_dim, storage, places + (first + token) * 8, panel + token * 4)
-            for row in range(_first_row(first, to_first, group, most_rows), num_rows, most_rows):
+            panel = panels + first * key_bytes
+            for row in range(_first_row(first, offset, group, most_rows), num_rows, most_rows):
                 count, target = min(full_rows, num_rows - row), scores + row * score_bytes + first * 4
                 own = rows + row * row_bytes
                 multiply(
                     count, full_rows, kind, panel_kind, 0, own, row_bytes, panel, num_inputs, target, score_bytes, None
                 )
-        end_products(kind)
 
     def weigh(
-        scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, to_first: int, group: int
+        scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, offset: int, group: int
     ) -> None:
         if is_whole and num_rows <= few_rows:
             own_bytes = score_bytes
@@ -217,14 +234,11 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
             count_denormals(kind, False)
             return
         full_rows = min(most_rows, num_rows)
-        begin_products(kind, full_rows)
         for first in range(0, num_tokens, span):
-            taken = min(span, num_tokens - first)
-            steps = taken // width
-            pack_values(head_dim, storage, places + first * 8, taken, panels)
+            steps = min(span, num_tokens - first) // width
             for i in range(num_panels):
-                panel = panels + i * panel_bytes
-                for row in range(_first_row(first, to_first, group, most_rows), num_rows, most_rows):
+                panel = panels + to_values + i * panel_bytes + first * PANEL * number_bytes
+                for row in range(_first_row(first, offset, group, most_rows), num_rows, most_rows):
                     count, target = min(full_rows, num_rows - row), sums + row * sum_bytes + i * PANEL * 4
                     own = scores + row * score_bytes + first * number_bytes
                     if first == 0:
@@ -239,6 +253,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
                         )  # fmt: skip
         end_products(kind)
 
-    pair = compiled(score, signature), compiled(weigh, signature)
-    _variants.extend(pair)
-    return pair[0].address, pair[1].address
+    eight = types.void(*[types.int64] * 8)
+    own = compiled(pack, types.void(*[types.int64] * 4)), compiled(score, eight), compiled(weigh, eight)
+    _variants.extend(own)
+    return own[0].address, own[1].address, own[2].address

@@ -30,7 +30,7 @@ def in_documented_order(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @needs_amx
 @pytest.mark.parametrize("in_size", [amx.BLOCK, 3 * amx.BLOCK, 2112])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 50, 100])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 15, 16, 17, 31, 32, 33, 50, 129, 200])
 def test_linear_layers_add_in_the_documented_order(num_rows: int, in_size: int) -> None:
     x, weight = torch.randn(num_rows, in_size).bfloat16(), torch.randn(PANEL + 5, in_size).bfloat16()
     assert torch.equal(cpu.pack_linear([weight])(x), in_documented_order(x, weight).bfloat16())
