@@ -25,7 +25,8 @@ export class Numbers {
 
   /** Shows the rates between two frames SPAN_MS apart. A server sends none while it is idle, or one step computes. */
   #showSpeed({ steps, generated_tokens: tokens }, nowMs) {
-    const known = this.#history.filter(({ steps: then }) => then <= steps);
+    // A scheduler that has started again counts from 0; by now it may have more steps than before, or more tokens.
+    const known = this.#history.filter((then) => then.steps <= steps && then.tokens <= tokens);
     this.#history = known.filter(({ at }, i) => nowMs - at < SPAN_MS || i === known.length - 1);
     this.#history.push({ at: nowMs, steps, tokens });
     const first = this.#history[0];

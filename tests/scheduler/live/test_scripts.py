@@ -67,3 +67,16 @@ def test_rates_are_shown_while_each_step_takes_longer_than_their_usual_span(scri
     """
     slow = ["4", "5.0 s a step"]
     assert run(scripts, program) == [["", ""], slow, slow, slow, ["200", "10 steps a second"]]
+
+
+def test_rates_of_a_scheduler_that_started_again_are_not_negative(scripts: Path) -> None:
+    """It has computed more steps than the one before, for fewer tokens."""
+    program = """
+        import { Numbers } from "./numbers.js";
+        const numbers = new Numbers();
+        const frame = (steps, tokens) => ({ server: {}, numbers: { steps, generated_tokens: tokens } });
+        const readings = [[10, 5000], [12, 30], [22, 130]];
+        readings.forEach(([steps, tokens], i) => numbers.show(frame(steps, tokens), 500 * i));
+        console.log(JSON.stringify(texts("speed", "speed-of")));
+    """
+    assert run(scripts, program) == ["200", "20 steps a second"]
