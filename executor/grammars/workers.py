@@ -11,6 +11,7 @@ time than waking a thread, or than threads wait for each other's turn with the i
 """
 
 import logging
+import math
 import os
 import queue
 import sys
@@ -37,6 +38,9 @@ FOLLOW_LIMIT_S = 0.5
 MAX_STUCK = 4
 """Detached threads in whose place others were started. Another one leaves its place empty until one of them ends."""
 
+REFUSED_S = 60.0
+"""How long a grammar is refused after one of its states was given up. Other outputs of it may be followed in time."""
+
 _TOKENS_OF_A_BATCH = 1 << 21
 """States of a batch, times the size of the vocabulary: the time of a mask grows with the vocabulary."""
 
@@ -54,7 +58,7 @@ Work = Callable[[], FollowedGrammar]
 class Pending:
     """A state that a worker computes. Any thread may wait for it."""
 
-    __slots__ = ("_done", "_lock", "_origin", "_state", "_work", "_workers")
+    __slots__ = ("_done", "_given_up_s", "_lock", "_origin", "_state", "_work", "_workers")
 
     def __init__(self, workers: "Workers", work: Work, origin: "Pending | None" = None) -> None:
         """Waits for nothing yet. If the wait is given up later, `origin`, the start of the grammar, fails too."""
@@ -62,6 +66,7 @@ class Pending:
         self._work: Work | None = work
         self._origin = origin
         self._state: FollowedGrammar | None = None
+        self._given_up_s = math.inf
         self._lock = threading.Lock()
         self._done = threading.Lock()  # held until there is a state; an Event would take a third of the time of a state
         self._done.acquire()
@@ -77,7 +82,9 @@ class Pending:
 
     @property
     def is_spent(self) -> bool:
-        """True if its copies fail."""
+        """True if its copies fail, or if it is the start of a grammar that was refused for long enough."""
+        if time.monotonic() > self._given_up_s + REFUSED_S:
+            return True
         return self._state is not None and self._state.is_spent
 
     def result(self) -> FollowedGrammar:
@@ -140,6 +147,7 @@ class Pending:
         if not self.settle(self._workers.failed):
             return False
         self.origin._state = self._workers.failed
+        self.origin._given_up_s = time.monotonic()
         return True
 
 

@@ -55,6 +55,26 @@ def test_work_that_takes_too_long_is_given_up_and_another_thread_takes_its_place
     assert own.submit(lambda: state).result() is state
 
 
+def test_a_grammar_is_refused_for_some_time_after_one_of_its_states_was_given_up(monkeypatch) -> None:
+    """One client's output may have brought it there, and that of others is followed in time."""
+    own, spinning, key = Grammars(tokenizer_json(), VOCAB_SIZE), Spinning(), ('%llguidance {}\nstart: "a" "b"', (EOS,))
+    start = own.start(key)
+    start.result()
+    monkeypatch.setattr(own._compiling, "_limit_s", 0.05)
+    try:
+        failed = own._compiling.submit(spinning, start).result()
+        assert own.start(key) is start
+        assert start.result() is failed
+        monkeypatch.setattr(workers, "REFUSED_S", -1.0)
+        again = own.start(key)
+        monkeypatch.undo()
+        assert again is not start
+        assert again.result() is not failed
+        assert own.start(key) is again
+    finally:
+        spinning.is_released.set()
+
+
 def test_the_rest_of_a_batch_is_computed_by_the_thread_that_takes_over(monkeypatch) -> None:
     """The test waits for the last state first, not for the one that takes too long."""
     monkeypatch.setattr(workers, "LIMIT_S", 0.05)
