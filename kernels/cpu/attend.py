@@ -50,16 +50,16 @@ _PAIRED = BFLOAT16 if HAS_BFLOAT16_ROUNDING else FLOAT32
 
 
 # Fields named after tensors hold their addresses. pack, score, weigh: the functions of `tiles_kernel`. takes_pairs: 1
-# if products take bfloat16 as it is. tile_rows: the most query rows of a tile. held_rows, panel_words: see
+# if products take bfloat16 as it is. tile_rows: the most query rows of a tile. held_rows, few_rows, panel_words: see
 # `kernels.cpu.tiles`. padded_size, tokens_ahead: see `kernels.cpu.tokens`. group: query heads per kv head. table_width:
 # entries from one row of the block tables to the next. table_rows: the row of each sequence, null if sequence s uses
 # row s. query_starts: null if every sequence has one query. parts: float32 [sequence, kv head, chunk, part_numbers].
 # arrivals: int64 [sequence, kv head], zero between calls.
 ATTENTION_JOB = job_dtype(
-    """pack score weigh takes_pairs tile_rows held_rows panel_words padded_size tokens_ahead query query_token_bytes
-    query_head_bytes out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes num_kv_heads group
-    head_dim block_size block_tables table_width table_rows context_lens query_starts num_sequences window parts
-    arrivals max_chunks""",
+    """pack score weigh takes_pairs tile_rows held_rows few_rows panel_words padded_size tokens_ahead query
+    query_token_bytes query_head_bytes out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes
+    num_kv_heads group head_dim block_size block_tables table_width table_rows context_lens query_starts num_sequences
+    window parts arrivals max_chunks""",
     "scale",
 )
 
@@ -246,13 +246,17 @@ def _attend_chunk(
     first = start // STRIP * STRIP
     end = (stop - first + SCORE_LANES - 1) // SCORE_LANES * SCORE_LANES
     _place_tokens(job, s, kv_head, first, start, stop, end, buffers)
-    call(job.pack, places, end, num_rows, panels)
+    keys = values = 0
+    if num_rows <= job.few_rows:
+        keys, values = places, places + end * 8
+    else:
+        call(job.pack, places, end, panels)
     scale = np.float32(abs(job.scale))
     row_bytes = job.head_dim * (2 if job.takes_pairs else 4)
     for held in range(0, num_rows, job.held_rows):
         count = min(job.held_rows, num_rows - held)
         offset = (first_position - first) * job.group + held
-        call(job.score, rows + held * row_bytes, count, places, end, scores, panels, offset, job.group)
+        call(job.score, rows + held * row_bytes, count, keys, end, scores, panels, offset, job.group)
         for row in range(held, held + count):
             position = first_position + row // job.group
             seen_from, seen_to = max(start, _first_seen(job, position)) - first, min(stop, position + 1) - first
@@ -262,7 +266,7 @@ def _attend_chunk(
             else:
                 greatest[row], totals[row] = soften_row(FLOAT32, own, 0, seen_from, seen_to, end, scale)
         sums = part + num_rows * 8 + held * job.padded_size * 4
-        call(job.weigh, scores, count, places + end * 8, end, sums, panels, offset, job.group)
+        call(job.weigh, scores, count, values, end, sums, panels, offset, job.group)
 
 
 @inlined

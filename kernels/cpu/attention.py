@@ -13,7 +13,7 @@ from kernels.cpu.native import FLOAT32, storage_of, strided
 from kernels.cpu.panels import row_format
 from kernels.cpu.softmax import CHUNK
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import HELD_ROWS, TILE_ROWS, panel_words, tiles_kernel
+from kernels.cpu.tiles import HELD_ROWS, TILE_ROWS, few_rows, panel_words, tiles_kernel
 from kernels.cpu.tokens import padded_size, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
@@ -99,6 +99,7 @@ def attention_fields(
         "takes_pairs": row_kind != FLOAT32,
         "tile_rows": TILE_ROWS[row_kind],
         "held_rows": HELD_ROWS[row_kind],
+        "few_rows": few_rows(head_dim, storage),
         "panel_words": panel_words(row_kind),
         "padded_size": padded_size(head_dim),
         "tokens_ahead": tokens_ahead(head_dim, storage),

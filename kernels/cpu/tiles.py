@@ -69,6 +69,14 @@ def panel_words(row_kind: int) -> int:
     return 2 * CHUNK // inputs_at_once(row_kind)
 
 
+def few_rows(head_dim: int, storage: int) -> int:
+    """Returns up to how many rows are multiplied without panels."""
+    if head_dim % LANES:
+        return 0
+    # Matrix registers multiply more than four rows so fast that a panel in memory pays.
+    return 4 if row_format(storage, storage, head_dim) == MATRIX else FEW_ROWS
+
+
 @instruction
 def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: Any) -> Any:
     """Copies the LANES keys at the addresses places[LANES] into one column of vectors of panel[inputs, PANEL].
@@ -146,15 +154,16 @@ _variants: list[Any] = []  # own the machine code
 def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
     """Returns the addresses of `pack`, `score` and `weigh` as C functions for one head_dim and one storage.
 
-    pack(places, num_tokens, num_rows, panels) copies the keys at places[num_tokens], and the values at the next
-    num_tokens places, into panels for num_rows rows. panels is scratch memory, padded_size * panel_words words.
+    pack(places, num_tokens, panels) copies the keys at places[num_tokens], and the values at the next num_tokens
+    places, into panels. panels is scratch memory, padded_size * panel_words words.
 
     score(rows, num_rows, places, num_tokens, scores, panels, offset, group) computes scores[num_rows, SCORE_STRIDE]
-    float32 of rows[num_rows, head_dim] with the keys. weigh(scores, num_rows, places, num_tokens, sums, panels, offset,
-    group) computes sums[num_rows, padded_size] float32 of the values with the softened scores; its places are those of
-    the values. It follows `score` of the same rows in the same thread. num_tokens is a multiple of SCORE_LANES; scores
-    beyond it are overwritten too, up to a multiple of PANEL. Row r sees the tokens up to (offset + r) // group; the
-    scores of others may be left as they were. A few rows may destroy the panels.
+    float32 of rows[num_rows, head_dim] with the keys in panels, or with those at `places` if that is not 0: `few_rows`
+    at most, which may overwrite panels. weigh(scores, num_rows, places, num_tokens, sums, panels, offset, group)
+    computes sums[num_rows, padded_size] float32 of the values with the softened scores; its places are those of values.
+    It follows `score` of the same rows in the same thread. num_tokens is a multiple of SCORE_LANES; scores beyond it
+    are overwritten too, up to a multiple of PANEL. Row r sees the tokens up to (offset + r) // group; the scores of
+    others may be left as they were.
     """
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
@@ -162,18 +171,14 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
     number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
     span = _SPANS[kind]
     panel_kind = FLOAT32 if kind == FLOAT32 else BFLOAT16
-    # Matrix registers multiply more than four rows so fast that a panel in memory pays.
-    few_rows = 4 if kind == MATRIX else FEW_ROWS
     row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
     num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * CHUNK * number_bytes
     num_inputs, key_bytes = head_dim // width, head_dim * number_bytes
     to_values = CHUNK * key_bytes
 
-    is_whole = head_dim % LANES == 0
+    has_few = few_rows(head_dim, storage) > 0
 
-    def pack(places: int, num_tokens: int, num_rows: int, panels: int) -> None:
-        if is_whole and num_rows <= few_rows:
-            return
+    def pack(places: int, num_tokens: int, panels: int) -> None:
         for first in range(0, num_tokens, PANEL):
             panel = panels + first * key_bytes
             for token in range(0, min(PANEL, num_tokens - first), LANES):
@@ -183,7 +188,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
     def score(
         rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panels: int, offset: int, group: int
     ) -> None:
-        if is_whole and num_rows <= few_rows:
+        if has_few and places != 0:
             if kind == MATRIX:
                 _widen(rows, row_bytes, num_rows, head_dim, panels)
                 rows = panels
@@ -212,7 +217,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
     def weigh(
         scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, offset: int, group: int
     ) -> None:
-        if is_whole and num_rows <= few_rows:
+        if has_few and places != 0:
             own_bytes = score_bytes
             if kind == MATRIX:
                 own_bytes = num_tokens * 4
@@ -254,6 +259,6 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int, int]:
         end_products(kind)
 
     eight = types.void(*[types.int64] * 8)
-    own = compiled(pack, types.void(*[types.int64] * 4)), compiled(score, eight), compiled(weigh, eight)
+    own = compiled(pack, types.void(*[types.int64] * 3)), compiled(score, eight), compiled(weigh, eight)
     _variants.extend(own)
     return own[0].address, own[1].address, own[2].address
