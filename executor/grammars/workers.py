@@ -39,7 +39,7 @@ MAX_STUCK = 4
 """Detached threads in whose place others were started. Another one leaves its place empty until one of them ends."""
 
 REFUSED_S = 60.0
-"""How long a grammar is refused after one of its states was given up. Other outputs of it may be followed in time."""
+"""Time for which a grammar is refused after one of its states was given up. Other outputs may be followed in time."""
 
 _TOKENS_OF_A_BATCH = 1 << 21
 """States of a batch, times the size of the vocabulary: the time of a mask grows with the vocabulary."""
