@@ -131,7 +131,22 @@ def ask(driver: PlanDriver, open_gate: Callable[[int], None], **plan: object) ->
     raise AssertionError("a mask is late for ever")
 
 
-def test_late_beams_are_computed_again_and_find_the_same(gate, monkeypatch, runner, lettered) -> None:
+def same(found: list[Found], whole: list[Found], tolerance: float) -> bool:
+    """Returns whether the tokens are equal, and their log-probabilities within the tolerance."""
+    return len(found) == len(whole) and all(
+        own.keys() == other.keys()
+        and all(
+            [token for token, _ in own[slot]] == [token for token, _ in other[slot]]
+            and [value for _, value in own[slot]] == pytest.approx([value for _, value in other[slot]], abs=tolerance)
+            for slot in own
+        )
+        for own, other in zip(found, whole, strict=True)
+    )
+
+
+def test_late_beams_are_computed_again_and_find_the_same(request, gate, monkeypatch, runner, lettered) -> None:
+    # The last bits of the reference kernels depend on the batch.
+    tolerance = 1e-5 if request.node.callspec.params["runner"] == "reference" else 0.0
     prompt, beside = lettered.prompt(6), lettered.prompt(4)
     driver = PlanDriver(runner)
     whole = search(driver, prompt, beside, lambda _: None)
@@ -150,7 +165,7 @@ def test_late_beams_are_computed_again_and_find_the_same(gate, monkeypatch, runn
                 for own in runner.slots._grammars._by_slot.values():
                     own.pending.result()
 
-        assert search(driver, prompt, beside, open_gate) == whole
+        assert same(search(driver, prompt, beside, open_gate), whole, tolerance)
         assert runner.slots._grammars._counts.num_deferred - num_before >= 3
         beside_tokens = driver.sequences[1].tokens
         assert beside_tokens[: len(plain)] == plain[: len(beside_tokens)]
