@@ -97,7 +97,7 @@ def start_member(rank: int, setup: dict[str, Any]) -> Member:
 def start_worker(end: socket.socket, settings: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
     """Starts the process of a rank, which receives launches at this end. It ends when the calling thread ends.
 
-    It is born with the signals blocked that end this process: a Ctrl-C in the terminal reaches both, and this process
+    It starts with the signals blocked that end this process: a Ctrl-C in the terminal reaches both, and this process
     handles it. settings: those of a rank of another machine than rank 0, see `executor.worker`
     """
     own_settings = [] if settings is None else [json.dumps(settings)]

@@ -2,7 +2,7 @@
 
 A *row* is one query of one head; a *token* is one key or value of one kv head. Keys and values are copied into panels,
 which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; all rows of a tile share the copy. Then
-HELD_ROWS of the rows after the others are scored, softened and weighed, so that their scores stay in a near cache::
+the rows are scored, softened and weighed, HELD_ROWS at a time, so that their scores stay in a near cache::
 
     pack     all keys and values of the chunk
     score    scores[row, token]  = rows[row] · keys[token]                    a panel of keys: its outputs are tokens

@@ -18,8 +18,8 @@ from scheduler.servers.access import MAX_AUTHORIZATION_BYTES, Access
 from tests.support.certificates import Authority
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.generation_calls import text_request
-from tests.support.scheduler.many_calls import many_call
-from tests.support.scheduler.servers import Servers
+from tests.support.scheduler.many_calls import ManyCall, many_call
+from tests.support.scheduler.servers import Served, Servers
 from tests.support.waiting import until
 
 OK = grpc.StatusCode.OK.value[0]
@@ -43,6 +43,18 @@ def callers(tmp_path: Path) -> Callers:
 
 def opening_of(callers: Callers, client: str) -> dict[str, Any]:
     return {} if client == "absent" else {"authorization": callers.header(client).get("authorization", "")}
+
+
+async def expect_refusal(call: ManyCall, served: Served) -> None:
+    """Opens streams, from number 2 on, until one is refused: the key file is read again once in a while."""
+    for number in range(2, 300):
+        await call.open(number, text_request())
+        await until(lambda number=number: number in call.ended or len(served.engine.submitted) >= number)
+        if number in call.ended:
+            break
+        await asyncio.sleep(0.05)
+    assert call.ended[number].code == UNKNOWN
+    assert 1 not in call.ended, "what is open goes on"
 
 
 @pytest.mark.parametrize("client", EXPECTED)
@@ -74,14 +86,7 @@ async def test_a_revoked_key_opens_no_further_stream_of_its_call(
         await call.open(1, text_request())
         (await served.engine.next_request()).start()
         revoke(callers.path, "the-generate")
-        for number in range(2, 300):  # until the file has been read again
-            await call.open(number, text_request())
-            await until(lambda number=number: number in call.ended or len(served.engine.submitted) >= number)
-            if number in call.ended:
-                break
-            await asyncio.sleep(0.05)
-        assert call.ended[number].code == UNKNOWN
-        assert 1 not in call.ended, "what is open goes on"
+        await expect_refusal(call, served)
 
 
 async def test_a_revoked_certificate_opens_no_further_stream_of_its_call(servers: Servers, tmp_path: Path) -> None:
@@ -95,14 +100,7 @@ async def test_a_revoked_certificate_opens_no_further_stream_of_its_call(servers
             await call.open(1, text_request())
             (await served.engine.next_request()).start()
             revoke(path, "billing")
-            for number in range(2, 300):  # until the file has been read again
-                await call.open(number, text_request())
-                await until(lambda number=number: number in call.ended or len(served.engine.submitted) >= number)
-                if number in call.ended:
-                    break
-                await asyncio.sleep(0.05)
-            assert call.ended[number].code == UNKNOWN
-            assert 1 not in call.ended, "what is open goes on"
+            await expect_refusal(call, served)
 
 
 async def test_clients_of_one_call_are_apart(servers: Servers, callers: Callers) -> None:
