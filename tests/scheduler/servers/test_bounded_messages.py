@@ -81,21 +81,22 @@ def test_groups_do_not_hide_the_fields_behind_them(start: bytes) -> None:
 def test_the_largest_valid_requests_are_accepted() -> None:
     limits = RequestLimits()
     message = pb.ChatMessage(role="user", content="a" * 1000)
+    call = pb.ToolCall(id="call_1", name="look", arguments="{}")
+    turn = [
+        pb.ChatMessage(role="assistant", content="a", reasoning_content="a", tool_calls=[call]),
+        pb.ChatMessage(role="tool", content="a", tool_call_id="call_1", name="look"),
+    ]
     for prompt in (
         pb.GenerateRequest(text="a" * limits.max_prompt_bytes),
         pb.GenerateRequest(chat=pb.ChatPrompt(messages=[message] * limits.max_chat_messages)),
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=turn * (limits.max_chat_messages // 2))),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70_000] * MAX_TOKEN_IDS)),
     ):
+        prompt.sampling.logit_bias.update(dict.fromkeys(range(limits.max_num_logit_bias), 1.0))
         prompt.stopping.stop.extend(["x" * limits.max_stop_bytes] * limits.max_num_stop)
         prompt.stopping.stop_token_ids.extend(range(limits.max_num_stop_token_ids))
         prompt.sampling.allowed_token_ids.extend(range(limits.max_num_allowed_token_ids))
         check_cost(prompt.SerializeToString())
-
-
-def test_biases_of_the_largest_number_are_accepted() -> None:
-    request = pb.GenerateRequest(text="a" * 20_000)
-    request.sampling.logit_bias.update(dict.fromkeys(range(RequestLimits().max_num_logit_bias), 1.0))
-    check_cost(request.SerializeToString())
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.sampled_from(sorted(COSTLY)))
