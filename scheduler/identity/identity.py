@@ -9,6 +9,11 @@ from enum import Enum
 
 DEFAULT_TENANT = "default"
 
+# Reasons for which a call is refused, by the names of gRPC's statuses.
+UNAUTHENTICATED = "unauthenticated"
+PERMISSION_DENIED = "permission_denied"
+UNAVAILABLE = "unavailable"
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@:/-]{0,127}")
 
 
@@ -21,7 +26,14 @@ class Role(Enum):
 
 
 class Unauthenticated(Exception):
-    """The caller has sent no credentials, or credentials that are not valid. The message never contains them."""
+    """The caller has sent no credentials, or credentials that are not valid. The message never contains them.
+
+    reason  UNAUTHENTICATED, or UNAVAILABLE if the credentials cannot be verified at present
+    """
+
+    def __init__(self, why: str, reason: str = UNAUTHENTICATED) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)

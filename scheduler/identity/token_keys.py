@@ -54,6 +54,9 @@ TokenKeys = dict[str | None, list[TokenKey]]
 class FileKeys:
     """Keys in a file, which is read again when it changes."""
 
+    has_keys = True
+    """Keys were read, at least once."""
+
     def __init__(self, path: str) -> None:
         """Raises TokenKeysError."""
         self._file = WatchedFiles([path], lambda: _keys_in_file(path), _FILE_INTERVAL_S)
@@ -94,6 +97,11 @@ class UrlKeys:
         if self._may_fetch:
             await asyncio.shield(self._fetch_soon())
         return self._keys
+
+    @property
+    def has_keys(self) -> bool:
+        """True if a set of keys was fetched, at least once."""
+        return self._fetched_s > float("-inf")
 
     @property
     def _may_fetch(self) -> bool:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import jwt
 
-from scheduler.identity.identity import Identity, Role, Unauthenticated, is_name
+from scheduler.identity.identity import UNAVAILABLE, Identity, Role, Unauthenticated, is_name
 from scheduler.identity.token_keys import FileKeys, UrlKeys
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class TokenVerifier:
             if not keys:
                 self._use(await self._source.refreshed())
                 keys = self._find(header)
+            if not keys and not self._source.has_keys:
+                raise Unauthenticated("the keys that sign tokens could not be fetched yet", UNAVAILABLE)
             if not keys:
                 raise Unauthenticated("the token's key is not known")
             identity, expires_s = self._verify_with_any(token, [key for key in keys if _fits(key, header)])

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from scheduler.identity.identity import Unauthenticated
+from scheduler.identity.identity import PERMISSION_DENIED, UNAUTHENTICATED, Unauthenticated
 from scheduler.identity.permissions import METHODS
 from scheduler.identity.verifier import Verifier
-from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED, Refusals
+from scheduler.servers.refusals import Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +27,7 @@ _GENERATE = METHODS["/quire.v1.Generation/Generate"]
 class ClientRefused(Exception):
     """The client of a gateway may not generate.
 
-    reason  UNAUTHENTICATED or PERMISSION_DENIED
+    reason  see `Refusals.refused`
     """
 
     def __init__(self, reason: str, why: str) -> None:
@@ -61,7 +61,7 @@ class Access:
         try:
             identity = await self.verifier.identify(authorization or None)
         except Unauthenticated as error:
-            raise ClientRefused(UNAUTHENTICATED, str(error)) from None
+            raise ClientRefused(error.reason, str(error)) from None
         return self._permitted(identity, "the client has no credentials")
 
     def certified_client(self, names: Iterable[str]) -> Identity:

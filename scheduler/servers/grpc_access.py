@@ -15,7 +15,6 @@ from quire.tls import peer_names
 from scheduler.identity.identity import CALLER, Identity, Unauthenticated
 from scheduler.identity.permissions import METHODS, OPEN
 from scheduler.servers.access import authorization_in
-from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
 from scheduler.telemetry.limits import LOG_LINES, limited
 
 if TYPE_CHECKING:
@@ -32,10 +31,6 @@ audit_log.setLevel(logging.INFO)  # also where the operator wants fewer lines of
 # A refused call costs its client nothing.
 audit_log.addFilter(RateLimit("admin call refused", per_second=10, on_left_out=partial(limited, LOG_LINES)))
 
-_REASONS = {
-    grpc.StatusCode.UNAUTHENTICATED: UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED: PERMISSION_DENIED,
-}
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
@@ -66,7 +61,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         try:
             identity = await self._access.verifier.identify(authorization or None)
         except Unauthenticated as error:
-            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, str(error), None)
+            return self._refusal(grpc.StatusCode[error.reason.upper()], method, str(error), None)
         identity = identity or (self._access.verifier.stranger if is_for_stranger else self._default)
         if identity is None and (is_for_stranger or not self._access.requires_client_certificate):
             return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, "the call has no credentials", None)
@@ -94,7 +89,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         if self._is_audit and caller is not None:
             _audit("admin call refused", caller, method, code.name, context)
-        self._access.refusals.refused(_REASONS[code], method, context.peer(), why)
+        self._access.refusals.refused(code.name.lower(), method, context.peer(), why)
         await context.abort(code, why)
 
     @asynccontextmanager

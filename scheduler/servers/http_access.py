@@ -8,9 +8,8 @@ from aiohttp import web
 
 from quire.http.static_files import HEADERS
 from quire.tls import certificate_names
-from scheduler.identity.identity import CALLER, Unauthenticated
+from scheduler.identity.identity import CALLER, PERMISSION_DENIED, UNAUTHENTICATED, UNAVAILABLE, Unauthenticated
 from scheduler.identity.permissions import OPEN, ROUTES
-from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
 
 if TYPE_CHECKING:
     from scheduler.identity.identity import Identity
@@ -33,7 +32,7 @@ async def refusal(request: web.Request, access: Access) -> web.Response | None:
     try:
         identity = await _identity(request, access)
     except Unauthenticated as error:
-        return _refused(request, access, UNAUTHENTICATED, str(error))
+        return _refused(request, access, error.reason, str(error))
     if route.resource is not None and (allowed is None or not identity.may(allowed)):
         return _refused(request, access, PERMISSION_DENIED, f"{identity.name} may not make this request")
     CALLER.set(identity)
@@ -69,4 +68,4 @@ def _refused(request: web.Request, access: Access, reason: str, why: str) -> web
     body = {"error": {"code": reason.upper(), "message": why, "violations": []}}
     if reason == UNAUTHENTICATED:
         return web.json_response(body, status=401, headers=HEADERS | {"WWW-Authenticate": CHALLENGE})
-    return web.json_response(body, status=403, headers=HEADERS)
+    return web.json_response(body, status=503 if reason == UNAVAILABLE else 403, headers=HEADERS)

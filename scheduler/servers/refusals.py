@@ -12,9 +12,6 @@ from scheduler.telemetry.limits import LOG_LINES, limited
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-UNAUTHENTICATED = "unauthenticated"
-PERMISSION_DENIED = "permission_denied"
-
 LOG_INTERVAL_S = 5.0
 """Refusals are logged at most this often; a line says how many were not logged before it."""
 
@@ -33,7 +30,7 @@ class Refusals:
     def refused(self, reason: str, call: str, client: str, why: str) -> None:
         """Called for each refused call. `why` never contains credentials.
 
-        reason  UNAUTHENTICATED or PERMISSION_DENIED
+        reason  UNAUTHENTICATED, PERMISSION_DENIED or UNAVAILABLE (scheduler.identity.identity)
         call    the gRPC method, or the HTTP method and path
         client  the network address of the caller
         """

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from scheduler.servers.refusals import LOG_INTERVAL_S, UNAUTHENTICATED, Refusals
+from scheduler.identity.identity import UNAUTHENTICATED
+from scheduler.servers.refusals import LOG_INTERVAL_S, Refusals
 from scheduler.telemetry.limits import LOG_LINES
 from tests.support.scheduler.limits import counted
 

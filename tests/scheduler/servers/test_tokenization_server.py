@@ -64,7 +64,7 @@ async def test_the_model_is_described(servers: Servers) -> None:
             "Tokenize",
             tpb.TokenizeRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * 20_000)),
             Code.INVALID_ARGUMENT,
-            "more than 5120 fields",
+            "more than 10240 fields",
         ),
         ("Tokenize", tpb.TokenizeRequest(text="x", return_bytes=True), Code.OUT_OF_RANGE, "return_bytes"),
         ("Detokenize", tpb.DetokenizeRequest(token_ids=[1, 2**31]), Code.INVALID_ARGUMENT, "token_ids[1]"),
