@@ -146,9 +146,6 @@ def _up_to(mark: str, text: str) -> str:
 
 
 def main() -> None:
-    # Ctrl-C and a terminal that closes end the parent; this process ends when its input is closed.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     settings = read_message()
     if settings is None:
         return

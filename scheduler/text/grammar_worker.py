@@ -163,9 +163,6 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    # Ctrl-C and a terminal that closes end the parent; this process ends when its input is closed.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     # A Rust panic message can quote a client's grammar, and this is the scheduler's log.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
