@@ -34,11 +34,14 @@ from fleet.processes import write_atomically
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, NoController, Wanted, status_in
 from quire import logs
-from quire.addresses import UNIX, AddressError, AddressUnusable, private_files, private_socket, with_port
+from quire.addresses import UNIX, AddressError, AddressUnusable, check_free, private_files, private_socket, with_port
 from quire.command import interpreter
 
 MAX_COMMAND_BYTES = 4096
 RESTART_PAUSE_S = 0.5
+LONGEST_SOCKET = "parts/scheduler-999/gateway.sock"
+"""Path of a socket file in the directory. No other one is longer."""
+
 _COMMAND_TIMEOUT_S = 10.0
 
 
@@ -91,7 +94,7 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
             "flags to take it over, or end it with quire fleet down"
         )
     if previous is None:
-        _check_addresses(settings, wanted)
+        _check_addresses(directory, settings, wanted)
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -108,8 +111,12 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     return previous is None
 
 
-def _check_addresses(settings: FleetSettings, wanted: Wanted) -> None:
+def _check_addresses(directory: Path, settings: FleetSettings, wanted: Wanted) -> None:
     """Raises AddressInUse and FleetError."""
+    try:
+        check_free(f"{UNIX}{directory}/{LONGEST_SOCKET}")
+    except AddressUnusable as error:
+        raise FleetError(str(error), exit_code=2) from None
     for index in range(wanted.gateways):
         try:
             with_port(gateway_address(settings.gateway_listen, "127.0.0.1", index))

@@ -154,6 +154,20 @@ def test_a_new_fleet_whose_gateway_could_not_listen_is_refused(tmp_path: Path, m
     assert not (tmp_path / "fleet").exists()
 
 
+def test_a_fleet_whose_socket_files_would_have_too_long_names_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller could not listen, and would be started again and again."""
+    monkeypatch.setattr(local_control, "relaunch", lambda directory: pytest.fail("a controller was started"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    settings = FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
+    directory = local_control.fleet_directory("x" * (108 - len(f"{tmp_path}/{local_control.LONGEST_SOCKET}")))
+    with pytest.raises(FleetError, match="TMPDIR") as refused:
+        local_control.launch(directory, settings, Wanted.of(1))
+    assert refused.value.exit_code == 2
+    assert not directory.exists()
+
+
 def test_a_fleet_is_not_started_in_a_directory_that_was_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
