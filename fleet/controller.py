@@ -48,11 +48,15 @@ class Controller:
 
     def run(self, tick_s: float = TICK_S) -> None:
         """Returns when the fleet is down."""
-        while not self.tick(time.time()):
+        while not self.tick(time.time(), time.monotonic()):
             time.sleep(tick_s)
 
-    def tick(self, now_s: float) -> bool:
-        """Compares once. Returns whether the fleet is down and nothing of it is left."""
+    def tick(self, now_s: float, steady_s: float) -> bool:
+        """Compares once. Returns whether the fleet is down and nothing of it is left.
+
+        now_s     on the clock of deadlines, which outlive this process but can be set (time.time)
+        steady_s  on a clock that only advances (time.monotonic), for measurements
+        """
         try:
             statuses = self._backend.watch()
         except BackendError as error:
@@ -65,7 +69,7 @@ class Controller:
             self._has_looked.set()
             try:
                 if (scaling := self._scaling()) is not None:
-                    self._scale(scaling, statuses, now_s)
+                    self._scale(scaling, statuses, now_s, steady_s)
                 if ended := ended_replicas(self._wanted, statuses):
                     self._want(self._wanted.without(ended))
             except FleetError as error:
@@ -132,7 +136,7 @@ class Controller:
             return None
         return Scaling(settings.min_replicas, settings.max_replicas, settings.target_ttft_ms / 1000)
 
-    def _scale(self, scaling: Scaling, statuses: list[PartStatus], now_s: float) -> None:
+    def _scale(self, scaling: Scaling, statuses: list[PartStatus], now_s: float, steady_s: float) -> None:
         serving = self._wanted.serving
         loads = {
             each.incarnation: each.load
@@ -142,9 +146,9 @@ class Controller:
         last_s, last = self._loads
         both = sorted(last.keys() & loads.keys())
         before, after = [last[name] for name in both], [loads[name] for name in both]
-        self._memory = remember(self._memory, before, after, max(0.0, now_s - last_s))
-        self._loads = now_s, loads
-        number, self._memory = decide(scaling, self._memory, list(loads.values()), len(serving), len(loads), now_s)
+        self._memory = remember(self._memory, before, after, steady_s - last_s)
+        self._loads = steady_s, loads
+        number, self._memory = decide(scaling, self._memory, list(loads.values()), len(serving), len(loads), steady_s)
         if number != len(serving):
             log.info("predicted time to the first token: %.2f s: %d replicas", self._memory.predicted_s, number)
             self._want(self._wanted.scaled(number, now_s + self._settings.drain_timeout_s))

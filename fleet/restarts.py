@@ -25,6 +25,9 @@ class Restarts:
         gone = [each for each in statuses if each.state in (State.ENDED, State.LOST)]
         new = [each for each in gone if each.incarnation not in self._seen]
         self._seen = {each.incarnation for each in gone}
+        # A clock that was set back must not add to a pause.
+        latest_s = now_s + MAX_DELAY_S
+        self._not_before_s = {part: min(at_s, latest_s) for part, at_s in self._not_before_s.items()}
         for each in new:
             num = self._num_in_a_row.get(each.part, 0) if now_s - each.started_s < HEALTHY_S else 0
             self._num_in_a_row[each.part] = num + 1

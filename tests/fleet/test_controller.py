@@ -22,6 +22,7 @@ class World:
     def __init__(self, replicas: int = 2, **fields: Any) -> None:
         self.backend = FakeBackend()
         self.saved: list[Wanted] = []
+        self.set_by_s = 0.0  # the clock of deadlines was set so far ahead of the steady one
         self.settings = FleetSettings("test", "local", "model", **fields)
         self.controller = Controller(self.settings, Wanted.of(replicas), self.backend, self.saved.append)
 
@@ -29,7 +30,7 @@ class World:
         is_down = False
         for _ in range(number):
             self.backend.now_s += step_s
-            is_down = self.controller.tick(self.backend.now_s)
+            is_down = self.controller.tick(self.backend.now_s + self.set_by_s, self.backend.now_s)
         return is_down
 
     def restarted(self) -> None:
@@ -116,6 +117,16 @@ def test_an_executor_that_dies_at_once_is_started_less_and_less_often() -> None:
     num_starts = world.backend.verbs("start").count("executor-0")
     assert 8 <= num_starts <= 8 + 120 / MAX_DELAY_S
     assert world.controller.call("status", {})["parts"][0]["num_ends"] >= num_starts - 1
+
+
+def test_a_part_is_started_again_soon_after_the_clock_was_set_back() -> None:
+    world = World(1)
+    world.ticks(6)
+    world.backend.end(world.backend.running(Part(Role.EXECUTOR, 0))[0].incarnation)
+    world.controller.tick(world.backend.now_s, world.backend.now_s)  # it pauses before the next start
+    world.set_by_s = -3600.0
+    world.ticks(int(2 * MAX_DELAY_S) + 6)
+    assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
 
 
 def test_all_ends_are_counted() -> None:
@@ -213,6 +224,29 @@ def test_the_fleet_follows_its_load() -> None:
     assert len(world.controller.call("status", {})["wanted"]["serving"]) == 2
     world.ticks(60)
     assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
+
+
+@pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
+def test_a_clock_that_was_set_neither_grows_a_fleet_nor_keeps_it_small(set_by_s: float) -> None:
+    """An hour that did not pass is no hour in which the queue was computed."""
+    world = World(1, target_ttft_ms=1000.0, max_replicas=4)
+    world.ticks(6)
+    computed, scheduler = 0, Part(Role.SCHEDULER, 0)
+
+    def look(queued_tokens: int, number: int) -> int:
+        nonlocal computed
+        for _ in range(number):
+            computed += 500  # 1,000 a second
+            world.backend.loads[scheduler] = Load(queued_tokens, 0.1, computed, 8)
+            world.ticks()
+        return len(world.controller.call("status", {})["wanted"]["serving"])
+
+    assert look(500, 60) == 1
+    world.set_by_s = set_by_s
+    assert look(500, 20) == 1
+    assert look(4000, 1) == 1
+    world.set_by_s = 2 * set_by_s
+    assert look(4000, 2 * int(GROW_AFTER_S)) == 2
 
 
 def test_a_fleet_whose_disk_is_full_stays_as_it_is_and_can_be_ended(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     """The directory of a controller that answers."""
     (tmp_path / "settings.json").write_text(json.dumps(FleetSettings("test", "local", "model").as_json()))
     controller = Controller(FleetSettings("test", "local", "model"), Wanted.of(2), FakeBackend(), lambda wanted: None)
-    controller.tick(0.0)
+    controller.tick(0.0, 0.0)
     with local_control._server(tmp_path / "control.sock", controller) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()

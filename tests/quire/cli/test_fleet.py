@@ -30,10 +30,10 @@ class Client:
 
     def ask(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         self.backend.now_s += 0.5
-        self.controller.tick(self.backend.now_s)
+        self.controller.tick(self.backend.now_s, self.backend.now_s)
         for each in self.backend.running(self.fatal) if self.fatal else []:
             self.backend.end(each.incarnation, exit_codes.USAGE)
-            self.controller.tick(self.backend.now_s)
+            self.controller.tick(self.backend.now_s, self.backend.now_s)
         return self.controller.call(verb, arguments)
 
 
