@@ -146,7 +146,7 @@ class Controller:
         last_s, last = self._loads
         both = sorted(last.keys() & loads.keys())
         before, after = [last[name] for name in both], [loads[name] for name in both]
-        self._memory = remember(self._memory, before, after, steady_s - last_s)
+        self._memory = remember(self._memory, before, after, steady_s - last_s if last else 0.0)
         self._loads = steady_s, loads
         number, self._memory = decide(scaling, self._memory, list(loads.values()), len(serving), len(loads), steady_s)
         if number != len(serving):

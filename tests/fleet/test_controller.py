@@ -217,13 +217,27 @@ def test_the_fleet_follows_its_load() -> None:
         world.ticks()
     assert len(world.controller.call("status", {})["wanted"]["serving"]) == 2, "one step, until the new ones serve"
     for part in list(world.backend.loads):
-        world.backend.loads[part] = Load(0, 0.0, 10**6, 0)
+        world.backend.loads[part] = Load(0, 0.0, 0, 0)
     world.ticks(8)
     world.backend.loads |= {Part(Role.SCHEDULER, index): Load(0, 0.0, 0, 0) for index in range(4)}
     world.ticks(int(2 * SHRINK_AFTER_S) - 20)
     assert len(world.controller.call("status", {})["wanted"]["serving"]) == 2
     world.ticks(60)
     assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
+
+
+def test_a_new_controller_does_not_shrink_a_fleet_that_needs_all_its_replicas() -> None:
+    """Nothing was looked at before its first look, however long the machine has run."""
+    world = World(2, target_ttft_ms=1000.0, max_replicas=2)
+    world.backend.now_s = 1e7
+    world.ticks(6)
+    world.restarted()
+    for second in range(2 * int(SHRINK_AFTER_S) + 60):
+        queued_tokens = 10 if second < 40 else 0
+        for index in range(2):  # each computes 1,000 tokens a second
+            world.backend.loads[Part(Role.SCHEDULER, index)] = Load(queued_tokens, 0.0, 500 * second, 1)
+        world.ticks()
+    assert len(world.controller.call("status", {})["wanted"]["serving"]) == 2
 
 
 @pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
