@@ -29,7 +29,8 @@ _MAX_TAIL_BYTES = 4096
 class Record:
     """One incarnation, as its file describes it.
 
-    pid, start_ticks  its first process and when that started, since boot; a pid of 0: it could not be started
+    pid, start_ticks  its first process and when that started, since boot; a pid of 0: none was started, or the
+                      controller died before it noted it
     boot              identifies that boot of the system; empty: not known
     """
 
@@ -53,7 +54,8 @@ class PartProcesses:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self.record = _read_record(folder / "record.json")
+        record = _read_record(folder / "record.json")
+        self.record = record if record is None or record.pid or record.has_ended else _with_process(record)
 
     @property
     def peers_file(self) -> Path:
@@ -109,6 +111,11 @@ class PartProcesses:
             self._write_peers(record.peers)
         else:
             self.peers_file.unlink(missing_ok=True)
+        self._process = None
+        # It is written before there is a process: a controller that dies meanwhile, or a full disk, must leave none
+        # that the next controller does not know.
+        record = replace(record, boot=_boot_id())
+        self._write(record)
         behind = lifeline() if dies_with_parent else ()
         with open(self.folder / "out", "wb") as out, open(self.folder / "log", "wb") as log:
             try:
@@ -122,10 +129,9 @@ class PartProcesses:
                 )
             except OSError as error:
                 log.write(f"cannot start {record.command[0]}: {error.strerror}\n".encode())
-                self._process = None
-        pid = 0 if self._process is None else self._process.pid
-        ticks = start_ticks(pid, with_zombies=True) or 0
-        self._write(replace(record, pid=pid, start_ticks=ticks, boot=_boot_id()))
+        if self._process is not None:
+            pid = self._process.pid
+            self._note(replace(record, pid=pid, start_ticks=start_ticks(pid, with_zombies=True) or 0))
 
     def tell(self, peers: Sequence[str]) -> None:
         """Writes the addresses of the peers."""
@@ -192,6 +198,21 @@ def write_atomically(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
+
+
+def _with_process(record: Record) -> Record:
+    """Returns the record of a controller that died while it started a process, with that process if it is there.
+
+    It has the recorded command, whose paths no other part has, and leads a session.
+    """
+    command = b"".join(os.fsencode(word) + b"\0" for word in record.command)
+    for name in os.listdir("/proc") if command and _is_of_this_boot(record) else ():
+        with suppress(OSError):
+            if name.isdigit() and Path(f"/proc/{name}/cmdline").read_bytes() == command:
+                pid = int(name)
+                if os.getsid(pid) == pid and (ticks := start_ticks(pid)) is not None:
+                    return replace(record, pid=pid, start_ticks=ticks)
+    return record
 
 
 def _could_have_members(record: Record) -> bool:

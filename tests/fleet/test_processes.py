@@ -105,6 +105,56 @@ async def test_a_part_has_ended_when_its_whole_session_has(folder: Path) -> None
     assert session_members(session) == []
 
 
+async def test_a_process_is_found_whose_controller_died_before_it_was_noted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(pid: int, **_: bool) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "start_ticks", dies)
+    with pytest.raises(KeyboardInterrupt):
+        started(folder, f"{str(folder)!r}; print('ready x', flush=True); import time; time.sleep(600)")
+    monkeypatch.undo()
+    again = PartProcesses(folder)
+    assert again.is_running
+    await until(lambda: again.has_said_ready)
+    with pytest.raises(RuntimeError, match="is running"):
+        again.start(RECORD, dies_with_parent=False)
+    again.kill()
+    await until(lambda: not again.is_running)
+
+
+@pytest.mark.parametrize("num_writes", [0, 1])
+async def test_no_process_is_forgotten_that_starts_while_the_disk_fills_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int
+) -> None:
+    """It is started when its record is kept, or not at all."""
+    write, written = processes.write_atomically, []
+
+    def fills_up(path: Path, text: str) -> None:
+        if len(written) == num_writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, text)
+        written.append(path)
+
+    monkeypatch.setattr(processes, "write_atomically", fills_up)
+    script = f"{str(folder)!r}; import time; time.sleep(600)"
+    with suppress(OSError):
+        assert started(folder, script).is_running
+    assert PartProcesses(folder).is_running is bool(num_writes)
+    assert len(processes_of(script)) == num_writes
+
+
+def processes_of(script: str) -> list[int]:
+    """Returns the processes that run a script."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.joinpath("cmdline").read_bytes().endswith(f"-c\0{script}\0".encode()):
+                found.append(int(process.name))
+    return found
+
+
 @pytest.mark.parametrize("leads_a_session", [False, True])
 def test_a_number_that_another_process_has_now_is_left_alone(folder: Path, leads_a_session: bool) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
