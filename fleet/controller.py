@@ -42,6 +42,7 @@ class Controller:
         self._lock = threading.Lock()
         self._statuses: list[PartStatus] = []
         self._restarts = Restarts()
+        self._problems: dict[Part, str] = {}  # of parts whose last start has failed
         self._memory = Memory()
         self._loads: tuple[float, dict[str, Load]] = (0.0, {})
         self._has_looked = threading.Event()
@@ -77,7 +78,7 @@ class Controller:
             wanted = self._wanted
         actions = reconcile(wanted, statuses, now_s, self._restarts.not_before_s)
         for action in actions:
-            self._carry_out(action)
+            self._carry_out(action, now_s)
         return wanted.down_by_s is not None and not actions and not any(each.state.occupies for each in statuses)
 
     def call(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,12 +116,13 @@ class Controller:
             log.error("%s", problem)
         self._wanted = wanted
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: Action, now_s: float) -> None:
         log.info("%s %s", type(action).__name__.lower(), action.part)
         try:
             match action:
                 case Start(part, peers):
                     self._backend.start(part, peers)
+                    self._problems.pop(part, None)
                 case Address(part, incarnation, peers):
                     self._backend.address(part, incarnation, peers)
                 case Drain(part, incarnation, moves_streams):
@@ -129,6 +131,9 @@ class Controller:
                     self._backend.kill(part, incarnation)
         except BackendError as error:
             log.error("%s: %s", type(action).__name__.lower(), error)
+            if isinstance(action, Start):
+                self._problems[action.part] = str(error)
+                self._restarts.pause(action.part, now_s)
 
     def _scaling(self) -> Scaling | None:
         settings = self._settings
@@ -156,6 +161,9 @@ class Controller:
     def _report(self) -> dict[str, Any]:
         """Returns the state of the fleet as JSON for `quire fleet status`."""
         wanted = self._wanted
+        present = {each.part for each in self._statuses}
+        absent = [part for part in list(self._problems) if part not in present]  # the other thread changes them
+        statuses = [*self._statuses, *(PartStatus(part, "", State.ENDED, time.time()) for part in absent)]
         return {
             "name": self._settings.name,
             "backend": self._settings.backend,
@@ -177,7 +185,7 @@ class Controller:
                     "num_requests": None if each.load is None else each.load.num_requests,
                     "last_line": "" if each.state.occupies else self._last_line(each),
                 }
-                for each in sorted(self._statuses, key=lambda each: (each.part.role, each.part.index))
+                for each in sorted(statuses, key=lambda each: (each.part.role, each.part.index))
                 if each.state.occupies or self._is_wanted(each.part)
             ],
         }
@@ -188,6 +196,8 @@ class Controller:
         return part.index in self._wanted.serving
 
     def _last_line(self, status: PartStatus) -> str:
+        if (problem := self._problems.get(status.part)) is not None:
+            return problem
         try:
             return (self._backend.log_tail(status.part).strip().splitlines() or [""])[-1]
         except BackendError:

@@ -29,11 +29,17 @@ class Restarts:
         latest_s = now_s + MAX_DELAY_S
         self._not_before_s = {part: min(at_s, latest_s) for part, at_s in self._not_before_s.items()}
         for each in new:
-            num = self._num_in_a_row.get(each.part, 0) if now_s - each.started_s < HEALTHY_S else 0
-            self._num_in_a_row[each.part] = num + 1
+            if now_s - each.started_s >= HEALTHY_S:
+                self._num_in_a_row.pop(each.part, None)
             self._num_ends[each.part] += 1
-            self._not_before_s[each.part] = now_s + min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num, 64))
+            self.pause(each.part, now_s)
         return new
+
+    def pause(self, part: Part, now_s: float) -> None:
+        """Lets the next start of a part wait: it has ended, or could not be started."""
+        num = self._num_in_a_row.get(part, 0)
+        self._num_in_a_row[part] = num + 1
+        self._not_before_s[part] = now_s + min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num, 64))
 
     def not_before_s(self, part: Part) -> float:
         """Returns the time before which the part should not start; 0 if it has not ended."""

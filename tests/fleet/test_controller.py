@@ -194,6 +194,36 @@ def test_a_verb_that_fails_is_tried_again(verb: str, caplog: pytest.LogCaptureFi
     assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
 
 
+def test_a_part_that_cannot_be_started_says_why_and_is_tried_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another program can take the port of a gateway."""
+    world = World(1)
+    world.ticks(6)
+    gateway = Part(Role.GATEWAY, 0)
+
+    def shown() -> dict[str, Any]:
+        (row,) = (each for each in world.controller.call("status", {})["parts"] if each["part"] == str(gateway))
+        return {name: row[name] for name in ("state", "last_line", "is_wanted")}
+
+    world.backend.end(world.backend.running(gateway)[0].incarnation)
+    world.backend.refuses = {"start"}
+    with caplog.at_level(logging.ERROR, "fleet.controller"):
+        world.ticks(240)
+    problem = {"state": "ended", "last_line": "start does not work", "is_wanted": True}
+    assert shown() == problem
+    assert 5 <= len(caplog.records) <= 8 + 120 / MAX_DELAY_S
+    world.backend.incarnations = {
+        name: each for name, each in world.backend.incarnations.items() if each.part != gateway
+    }
+    world.restarted()
+    world.ticks(6)
+    assert shown() == problem, "it has never been there"
+    world.backend.refuses = set()
+    world.ticks(20)
+    assert shown() == {"state": "ready", "last_line": "", "is_wanted": True}
+
+
 @pytest.mark.parametrize(
     ("verb", "arguments", "problem"),
     [("scale", {"replicas": 0}, "1 to"), ("drain", {"replica": 9}, "no replica 9"), ("explode", {}, "no command")],
