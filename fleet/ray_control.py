@@ -6,6 +6,7 @@ controller that finds the token of another one beside what is wanted ends itself
 """
 
 import json
+import logging
 import os
 import threading
 import uuid
@@ -21,6 +22,8 @@ from fleet.ray_backend import NAMESPACE, RayBackend
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, Wanted
 from quire import logs
+
+log = logging.getLogger(__name__)
 
 
 def controller_name(fleet: str) -> str:
@@ -45,21 +48,22 @@ class ControllerActor:
             wanted = Wanted.from_json(saved["wanted"]) if saved else wanted.down(0.0)
         self._put(wanted)
         self._controller = Controller(settings, wanted, RayBackend(settings, self._end_if_replaced), self._save)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def call(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Carries out a command; returns {"status": …}, or {"error": …} for one that is refused."""
-        if not self._thread.is_alive():
-            raise RuntimeError("the controller has failed")  # Ray's caller sees it, and the log says why
         try:
             return {"status": self._controller.call(verb, arguments)}
         except FleetError as error:
             return error.as_answer()
 
     def _run(self) -> None:
-        self._controller.run()
-        _internal_kv_del(self._key)
+        try:
+            self._controller.run()
+            _internal_kv_del(self._key)
+        except Exception:
+            log.exception("%s ends, and Ray starts it again", self._name)
+            os._exit(1)
         with suppress(ValueError):
             ray.kill(ray.get_actor(self._name, NAMESPACE), no_restart=True)
 

@@ -1,4 +1,8 @@
-"""The backend for Ray, without a cluster: actors that are gone."""
+"""The backend for Ray, without a cluster: actors that are gone, and a controller that fails."""
+
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,3 +24,19 @@ def test_a_lost_part_that_is_killed_has_ended() -> None:
     assert backend._gone[part].state is State.LOST
     backend.kill(part, "test/executor-1/a")
     assert backend._gone[part].state is State.ENDED
+
+
+def test_a_controller_that_fails_ends_so_that_ray_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its actor would answer on, and keep nothing running."""
+    from fleet.ray_control import ControllerActor
+
+    def fails() -> None:
+        raise OSError("the head cannot be reached")
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    actor = ControllerActor.__new__(ControllerActor)
+    actor._name, actor._key = "test/controller", b"test"
+    actor._controller = SimpleNamespace(run=fails)  # type: ignore[assignment]
+    with pytest.raises(SystemExit) as ended:
+        actor._run()
+    assert ended.value.code == 1
