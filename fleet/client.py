@@ -1,14 +1,15 @@
 """The side of a fleet's user: reaches its controller, and starts one."""
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from fleet import local_control
 from fleet.settings import BACKENDS, FleetSettings, check_name
 from fleet.wanted import FleetError, NoController, Wanted
+from quire.addresses import AddressUnusable
 
 _FIRST_TRY_S = 3.0
 _SECOND_TRY_S = 30.0
@@ -56,7 +57,8 @@ class LocalClient:
         self._directory = directory
 
     def up(self, settings: FleetSettings, wanted: Wanted) -> bool:
-        return local_control.launch(self._directory, settings, wanted)
+        with _failing():
+            return local_control.launch(self._directory, settings, wanted)
 
     def ask(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -64,7 +66,8 @@ class LocalClient:
         except NoController:
             if not (self._directory / "settings.json").exists():
                 raise FleetError(f"there is no fleet in {self._directory}: start one with quire fleet up") from None
-            local_control.relaunch(self._directory)
+            with _failing():
+                local_control.relaunch(self._directory)
             return local_control.ask(self._directory, verb, arguments, _SECOND_TRY_S)
 
     def until_down(self, timeout_s: float) -> None:
@@ -75,3 +78,14 @@ class LocalClient:
             with suppress(FleetError):
                 self.ask("status", {})  # starts a controller that has died
             time.sleep(0.1)
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Turns an error of the system, as on a full disk, into a FleetError."""
+    try:
+        yield
+    except AddressUnusable as error:
+        raise FleetError(str(error), exit_code=2) from None
+    except OSError as error:
+        raise FleetError(f"the controller cannot be started: {error}") from None

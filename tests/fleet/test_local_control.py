@@ -1,5 +1,6 @@
 """The socket of the controller on one machine: its mode, and its answers to commands and to anything else."""
 
+import errno
 import json
 import os
 import socket
@@ -20,6 +21,12 @@ from fleet.wanted import FleetError, NoController, Wanted
 from quire.addresses import AddressInUse, HostPort, with_port
 from tests.support.fleet.world import FakeBackend
 from tests.support.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _with_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directories of tests have long ones."""
+    monkeypatch.setattr(local_control, "LONGEST_SOCKET", "a.sock")
 
 
 @pytest.fixture
@@ -166,6 +173,26 @@ def test_a_fleet_whose_socket_files_would_have_too_long_names_is_refused(
         local_control.launch(directory, settings, Wanted.of(1))
     assert refused.value.exit_code == 2
     assert not directory.exists()
+
+
+@pytest.mark.parametrize(("problem", "expected", "exit_code"), [("others", "0700", 2), ("full", "No space left", 1)])
+def test_a_fleet_whose_files_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str, expected: str, exit_code: int
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    directory = local_control.fleet_directory("test")
+    directory.parent.mkdir(mode=0o700)
+    if problem == "others":
+        directory.parent.chmod(0o755)
+    else:
+        monkeypatch.setattr(local_control, "write_atomically", full)
+    settings = FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
+    with pytest.raises(FleetError, match=expected) as refused:
+        LocalClient(directory).up(settings, Wanted.of(1))
+    assert refused.value.exit_code == exit_code
 
 
 def test_a_fleet_is_not_started_in_a_directory_that_was_removed(
