@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planning.bounded_file import read_text
 from planning.errors import PlanningError
 from planning.model_shape import ModelShape
 
@@ -50,9 +51,7 @@ def read_model_shape(path: Path) -> ModelShape:
     """Reads the shape of a model directory or a config.json. Raises PlanningError, which names the file and field."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise PlanningError(f"{file}: too large for a config.json")
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file, _MAX_BYTES))
     except FileNotFoundError:
         raise PlanningError(f"{path}: {'no config.json' if path.is_dir() else 'no such file or directory'}") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -17,12 +17,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from planning.bounded_file import read_text
 from planning.errors import PlanningError
 from scheduler.core.inspect.step_load import StepLoad
 
 TimedStep = tuple[StepLoad, float]
 """The load of a step, and its duration in seconds."""
 
+_MAX_BYTES = 1 << 29
 _LOAD_FIELDS = ("sequences", "tokens", "decodes", "decode_pairs", "prefill_pairs")
 
 
@@ -81,7 +83,7 @@ def turnaround_s(steps: Sequence[MeasuredStep]) -> float | None:
 def read_steps(path: Path) -> list[MeasuredStep]:
     """Reads the steps of a saved trace, in order. Raises PlanningError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path, _MAX_BYTES))
         events = content["traceEvents"]
         planned = {_key(event): event for event in events if _names(event, "send")}
         received = {_key(event): event for event in events if _names(event, "in flight")}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planning.arrivals import MAX_NUMBER
+from planning.bounded_file import read_text
 from planning.errors import PlanningError
 from planning.lengths import MAX_TOKENS
 from planning.settings import SimulateSettings
@@ -32,6 +33,7 @@ _TENANT_FIELDS: dict[str, type] = {
     "system_skew": float,
 }
 _KINDS = {str: "a string", int: "a whole number", float: "a finite number"}
+_MAX_BYTES = 1 << 29
 _MAX_PRIORITY = 1000
 _WEIGHTS = (0.001, 1000.0)  # as in the scheduler's file of tenants, and so are the priorities
 
@@ -44,7 +46,7 @@ def read_jobs(path: Path) -> tuple[list[Job], bool]:
     """
     jobs, num_timed = [], 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, _MAX_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PlanningError(f"{path}: {error}") from None
     for number, line in enumerate(lines, start=1):
@@ -84,7 +86,7 @@ def read_tenants(path: Path, settings: SimulateSettings) -> list[tuple[str, Tena
     Returns for each tenant its name, its terms, and the settings with its values in place. Raises PlanningError.
     """
     try:
-        items = json.loads(path.read_text(encoding="utf-8"))
+        items = json.loads(read_text(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanningError(f"{path}: {error}") from None
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
