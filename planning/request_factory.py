@@ -9,6 +9,9 @@ SHARED_TOKENS_FROM = 1 << 31
 
 MAX_SYSTEM_PROMPTS = 1 << 20
 
+MAX_TENANTS = ((1 << 32) - SHARED_TOKENS_FROM) // MAX_SYSTEM_PROMPTS
+"""Most tenants. Each has ids of its own for its system prompts, and a token id has 32 bits."""
+
 
 class RequestFactory:
     """Makes requests whose prompts share only the system prompt with others. Keeps one object for equal parameters."""

@@ -11,6 +11,7 @@ from planning.arrivals import MAX_NUMBER
 from planning.bounded_file import read_text
 from planning.errors import PlanningError
 from planning.lengths import MAX_TOKENS
+from planning.request_factory import MAX_TENANTS
 from planning.settings import SimulateSettings
 from planning.workload import Job
 from scheduler.core import TenantTerms
@@ -91,6 +92,8 @@ def read_tenants(path: Path, settings: SimulateSettings) -> list[tuple[str, Tena
         raise PlanningError(f"{path}: {error}") from None
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
         raise PlanningError(f"{path}: expected a list of objects")
+    if len(items) > MAX_TENANTS:
+        raise PlanningError(f"{path}: at most {MAX_TENANTS:,} tenants are simulated, not {len(items):,}")
     return [_tenant(path, index, item, settings) for index, item in enumerate(items)]
 
 

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 import quire.cli.main
 from planning.arrivals import ClosedLoop, Poisson
 from planning.lengths import FixedLengths
+from planning.request_factory import MAX_SYSTEM_PROMPTS, MAX_TENANTS, RequestFactory
 from planning.server import Server
 from planning.simulation import Horizon
 from planning.summary import TenantSummary
-from planning.workload import Tenant
+from planning.workload import Job, Tenant
 from scheduler.core import SchedulerLimits, TenantTerms
 from tests.support.planning.simulations import draw, summary
 
@@ -80,6 +81,25 @@ def test_tenants_of_a_file_are_tenants_of_the_core(tmp_path: Path, words: tuple[
     path.write_text(json.dumps([batch, {"name": "chat", "rate": 2, "lengths": "alpaca"}]))
     tenants = simulated(path, *words)
     assert tenants["chat"]["queue_s"]["p50"] < tenants["batch"]["queue_s"]["p50"] / 20
+
+
+def test_the_last_of_the_most_tenants_has_token_ids_for_its_system_prompts() -> None:
+    """More tenants ended the simulation with an OverflowError when the first of them sent a request."""
+    server = replace(SERVER, tenants=(TenantTerms(),) * MAX_TENANTS)
+    job = Job(0.0, MAX_TENANTS - 1, 40, 2, num_shared_tokens=20, system_prompt=MAX_SYSTEM_PROMPTS - 1)
+    core = server.scheduler(has_shared_prefixes=True)
+    core.add(RequestFactory(server).make(1, job))
+    plan = core.schedule()
+    assert plan is not None
+    assert plan.num_tokens == 40
+
+
+def test_more_tenants_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps([{"rate": 0.01}] * (MAX_TENANTS + 1)))
+    result = CliRunner().invoke(quire.cli.main.app, ["simulate", "qwen3-0.6b", "--tenants", str(path)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "at most 2,048 tenants" in result.stderr
 
 
 def test_weight_and_priority_of_a_file_are_terms_of_the_core(tmp_path: Path) -> None:
