@@ -24,7 +24,7 @@ from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, SchedulerLimits
 _DEFAULT_MAX_MODEL_LEN = 8192
 
 MAX_BLOCKS = 10_000_000
-"""Most blocks of a simulated pool. Each costs some 100 bytes."""
+"""Most blocks of a simulated pool. Each takes some 150 bytes."""
 
 Progress = Callable[[Horizon, float, int], None]
 """Called with the end of the simulation, the virtual seconds, and the number of requests that have ended."""

@@ -21,6 +21,8 @@ from planning.settings import SimulateSettings
 
 MAX_REPLICAS = 10_000
 MAX_ROUTERS = 1_000
+MAX_BLOCKS = 50_000_000
+"""Most blocks of all replicas. Each takes some 150 bytes."""
 _FLEET_SETTINGS = ("routing", "routers", "event_delay_ms", "event_loss", "failures", "mean_failure_s", "repair_s")
 """The settings that mean nothing for a single server without a router."""
 
@@ -38,6 +40,12 @@ def simulate_fleet(model: str, settings: SimulateSettings, progress: Progress | 
     """Simulates replicas behind routers. Raises PlanningError."""
     fleet = make_fleet(settings)
     deployment = make_deployment(model, settings)
+    num_blocks = fleet.num_replicas * deployment.num_blocks
+    if num_blocks > MAX_BLOCKS:
+        raise PlanningError(
+            f"num_blocks: at most {MAX_BLOCKS:,} are simulated, and {fleet.num_replicas:,} replicas of "
+            f"{deployment.num_blocks:,} have {num_blocks:,}"
+        )
     demand = find_demand(settings, deployment.max_model_len)
     simulation = FleetSimulation(
         fleet,

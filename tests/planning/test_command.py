@@ -141,6 +141,7 @@ def test_every_kind_of_workload_is_simulated(words: tuple[str, ...]) -> None:
         (("--rate", "1", "--failures", "0@1"), "failures: requires replicas"),
         (("--rate", "1", "--replicas", "0"), "replicas: from 1 to"),
         (("--rate", "1", "--replicas", "10001"), "replicas: from 1 to"),
+        (("--rate", "1", "--replicas", "10000"), "10,000 replicas of"),
         (("--rate", "1", "--replicas", "2", "--routing", "chaos"), "routing: 'chaos'"),
         (("--rate", "1", "--replicas", "2", "--routers", "0"), "routers: from 1 to"),
         (("--rate", "1", "--replicas", "2", "--event-delay-ms", "-1"), "event_delay_ms"),
