@@ -10,21 +10,20 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of admission: by `rank`, then by arrival. Victims of preemption are taken from the highest rank."""
+    """An order of admission: by the `rank` of a request's priority, then by arrival.
+
+    Victims of preemption are taken from the highest rank.
+    """
 
     name: str
-    rank: Callable[[Sequence], int]
+    rank: Callable[[int], int]
 
     def order(self, sequence: Sequence) -> OrderKey:
         """Returns a key that is unique and never changes."""
-        return (self.rank(sequence), sequence.arrival, sequence.index)
+        return (self.rank(sequence.request.priority), sequence.arrival, sequence.index)
 
 
-def _priority(sequence: Sequence) -> int:
-    return sequence.request.priority
-
-
-FCFS = Policy("fcfs", rank=lambda sequence: 0)
-PRIORITY = Policy("priority", rank=_priority)
+FCFS = Policy("fcfs", rank=lambda priority: 0)
+PRIORITY = Policy("priority", rank=lambda priority: priority)
 
 POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY)}

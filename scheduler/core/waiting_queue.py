@@ -26,7 +26,7 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._order = policy.order
+        self._policy = policy
         self._entries: list[tuple[OrderKey, Sequence]] = []
         self.num_prompt_tokens = 0
 
@@ -39,13 +39,21 @@ class WaitingQueue:
     def first(self) -> Sequence | None:
         return self._entries[0][1] if self._entries else None
 
+    def before(self, priority: int) -> tuple[int, int]:
+        """Returns the numbers of sequences, and of their prompt tokens, that come before a new request."""
+        behind: OrderKey = (self._policy.rank(priority) + 1,)
+        place = bisect_left(self._entries, behind, key=_key)
+        if place == len(self):
+            return place, self.num_prompt_tokens
+        return place, sum(sequence.num_given_tokens for _, sequence in self._entries[:place])
+
     def add(self, sequence: Sequence) -> None:
-        insort(self._entries, (self._order(sequence), sequence), key=_key)
+        insort(self._entries, (self._policy.order(sequence), sequence), key=_key)
         self.num_prompt_tokens += sequence.num_given_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is in the queue."""
-        place = bisect_left(self._entries, self._order(sequence), key=_key)
+        place = bisect_left(self._entries, self._policy.order(sequence), key=_key)
         if place == len(self._entries) or self._entries[place][1] is not sequence:
             raise LookupError(f"{sequence!r} is not waiting")
         del self._entries[place]

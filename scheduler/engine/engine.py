@@ -127,16 +127,16 @@ class Engine:
     def new_request_id(self) -> int:
         return next(self._request_ids)
 
-    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float) -> None:
+    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float, priority: int) -> None:
         """Raises QueueFull if a request that was not tokenised yet would miss its deadline, as `submit` does."""
         if self._scheduler is not None:
-            self._waits.check(self._scheduler, tenant, deadline_s, max_tokens, time.monotonic())
+            self._waits.check(self._scheduler, tenant, deadline_s, max_tokens, time.monotonic(), priority)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
         self._readiness.check_open()
         now_s = time.monotonic()
-        self._waits.check(self._core, request.tenant, request.deadline_s, request.max_tokens, now_s)
+        self.check_deadline(request.tenant, request.deadline_s, request.max_tokens, request.priority)
         try:
             with self._signal.report_bugs():
                 self._core.add(request, now_s)

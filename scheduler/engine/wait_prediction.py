@@ -120,11 +120,12 @@ class WaitPrediction:
             return RunTime()
         return RunTime(margin * self._steps_s / max(1.0, self._num_steps), self._num_output_tokens)
 
-    def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float) -> float:
+    def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float, priority: int = 0) -> float:
         """Returns the time until a request of up to `max_tokens` would end; 0 if nothing is known or nothing waits.
 
-        A tenant waits for the queues of tenants of lower priority numbers. Then it waits for its own queue at its share
-        of the service, or for the queues of all tenants of its priority if that is shorter.
+        It waits for the queues of tenants of lower priority numbers. Then it waits for the requests of its own tenant
+        that come before it, at the tenant's share of the service, or together with the queues of all tenants of the
+        same priority if that is shorter. `priority` is its place among the requests of its tenant.
         """
         output, waiting, accounts = self._num_output_tokens, core.state.waiting, core.state.accounts
         if output is None or not core.num_waiting or self._busy_s < MIN_MEASURED_S or self._service <= 0:
@@ -136,21 +137,31 @@ class WaitPrediction:
         computed_share = self._num_computed_tokens / max(1.0, self._num_given_tokens)
         outputs = output * self._num_results / max(1.0, self._num_started)
 
-        def service(tenants: Iterable[Account]) -> float:
-            queues = [waiting.of(each) for each in tenants]
-            num_prompt_tokens, num_entries = sum(queue.num_prompt_tokens for queue in queues), sum(map(len, queues))
+        def service(num_entries: int, num_prompt_tokens: int) -> float:
             return PROMPT_TOKEN_COST * computed_share * num_prompt_tokens + GENERATED_TOKEN_COST * outputs * num_entries
 
-        before = service(other for other in others if other.terms.priority < account.terms.priority)
-        own = service((account,))
-        wait_s = (before + min(own / share, own + service(peers))) * self._busy_s / self._service
+        def service_of(tenants: Iterable[Account]) -> float:
+            queues = [waiting.of(each) for each in tenants]
+            return sum(service(len(queue), queue.num_prompt_tokens) for queue in queues)
+
+        before = service_of(other for other in others if other.terms.priority < account.terms.priority)
+        own = service(*waiting.of(account).before(priority))
+        wait_s = (before + min(own / share, own + service_of(peers))) * self._busy_s / self._service
         return min(MAX_WAIT_S, wait_s + self._run_time().run_s(max_tokens))
 
-    def check(self, core: Scheduler, tenant: str, deadline_s: float | None, max_tokens: float, now_s: float) -> None:
+    def check(
+        self,
+        core: Scheduler,
+        tenant: str,
+        deadline_s: float | None,
+        max_tokens: float,
+        now_s: float,
+        priority: int = 0,
+    ) -> None:
         """Raises QueueFull, with the time after which it may fit, if a request would miss its deadline."""
         if deadline_s is None:
             return
-        late_s = now_s + MARGIN * self.predicted_s(core, tenant, max_tokens) - deadline_s
+        late_s = now_s + MARGIN * self.predicted_s(core, tenant, max_tokens, priority) - deadline_s
         if late_s > 0 and core.num_waiting:
             raise QueueFull("the request would miss its deadline: it would wait for too long", late_s)
 

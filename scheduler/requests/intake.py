@@ -23,6 +23,7 @@ from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.open_grammars import GrammarHolder, OpenGrammars
 from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.replay import Replay, Replays, ResumedBeams
+from scheduler.requests.request_fields import claimed_bound_and_priority
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.resumption import (
     CONTINUATION,
@@ -176,7 +177,7 @@ class Intake:
         tenant = holder.tenant
         try:
             if SEQUENCES not in fields:  # a stream that came back may have no rest to wait for
-                self._engine.check_deadline(tenant, deadline_s, _claimed_max_tokens(fields))
+                self._engine.check_deadline(tenant, deadline_s, *claimed_bound_and_priority(fields))
             with self._rates.request(tenant):
                 checked = await self._check(fields, holder, deadline_s)
                 request, settings, resumed = checked.request, checked.settings, checked.resumed
@@ -287,12 +288,6 @@ class Intake:
             params=params,
             is_resumed=resumed is not None,
         )
-
-
-def _claimed_max_tokens(fields: RequestFields) -> float:
-    """Returns the bound of a request that was not checked yet; infinity if it has none, or no valid one."""
-    claimed = fields.get("stopping.max_tokens")
-    return claimed if isinstance(claimed, int) and claimed > 0 else float("inf")
 
 
 def _length(value: object) -> int:

@@ -183,6 +183,16 @@ class RequestFields:
         return biases
 
 
+def claimed_bound_and_priority(fields: RequestFields) -> tuple[float, int]:
+    """Returns max_tokens and priority of a request that was not checked yet.
+
+    Infinity and 0 if they are absent, or not valid.
+    """
+    claimed, priority = fields.get("stopping.max_tokens"), fields.get("priority")
+    max_tokens = claimed if isinstance(claimed, int) and claimed > 0 else float("inf")
+    return max_tokens, priority if isinstance(priority, int) else 0
+
+
 def largest_id(token_ids: Sequence[int]) -> int:
     """Returns the largest of some token ids, in a quarter of the time of `max`, which takes 15 ms for a million."""
     return int(np.frombuffer(array("I", token_ids), np.uint32).max())

@@ -113,7 +113,7 @@ def _choose(candidates: list[Sequence], cache: KVCache, policy: Policy) -> Seque
 
 def _standing(sequence: Sequence, policy: Policy) -> tuple[int, float, str, int]:
     account = sequence.account
-    return (account.terms.priority, account.level, account.name, policy.rank(sequence))
+    return (account.terms.priority, account.level, account.name, policy.rank(sequence.request.priority))
 
 
 def _cost(sequence: Sequence, cache: KVCache) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def prefer_the_longest(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_shares(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(victims, "_standing", lambda sequence, policy: policy.rank(sequence))
+    patch.setattr(victims, "_standing", lambda sequence, policy: policy.rank(sequence.request.priority))
 
 
 def ignore_ranks(patch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,13 @@ import pytest
 
 from scheduler.core import (
     DEFAULT_TENANT,
+    FCFS,
+    PRIORITY,
     BeamParams,
     Events,
     FinishReason,
     Logprobs,
+    Policy,
     QueueFull,
     ReceivedOutput,
     Request,
@@ -35,10 +38,15 @@ class Server:
     """A core whose steps take `step_s`, and that refuses by prediction if `predicts`."""
 
     def __init__(
-        self, *, predicts: bool, step_s: StepTime = lambda now_s: STEP_S, terms_of: TermsOf = equal_terms
+        self,
+        *,
+        predicts: bool,
+        step_s: StepTime = lambda now_s: STEP_S,
+        terms_of: TermsOf = equal_terms,
+        policy: Policy = FCFS,
     ) -> None:
         limits = SchedulerLimits(8, 64, 4000, max_in_flight=1)
-        self.core = Scheduler(limits, num_blocks=1000, block_size=4, terms_of=terms_of)
+        self.core = Scheduler(limits, num_blocks=1000, block_size=4, terms_of=terms_of, policy=policy)
         self.core.executor_attached(1, 1000)
         self.waits = WaitPrediction()
         self.predicts = predicts
@@ -50,14 +58,14 @@ class Server:
         self.num_requests = 0
         self.random = Random(0)
 
-    def arrive(self, deadline_s: float | None, tenant: str = "default") -> None:
+    def arrive(self, deadline_s: float | None, tenant: str = "default", priority: int = 0) -> None:
         self.num_requests += 1
         prompt = [self.random.randrange(1000) for _ in range(self.random.randint(1, 40))]
         params = SequenceParams(max_total_tokens=len(prompt) + self.random.randint(10, 60))
-        request = Request(self.num_requests, prompt, params, deadline_s=deadline_s, tenant=tenant)
+        request = Request(self.num_requests, prompt, params, deadline_s=deadline_s, tenant=tenant, priority=priority)
         try:
             if self.predicts:
-                self.waits.check(self.core, tenant, deadline_s, request.max_tokens, self.now_s)
+                self.waits.check(self.core, tenant, deadline_s, request.max_tokens, self.now_s, priority)
             self.core.add(request, self.now_s)
         except QueueFull:
             self.num_refused += 1
@@ -196,6 +204,33 @@ def test_a_tenant_waits_for_those_before_it_by_priority_and_not_for_those_behind
     urgent, usual, late = (server.waits.predicted_s(server.core, each, 20) for each in ("urgent", "usual", "late"))
     assert usual == pytest.approx(2 * urgent, rel=0.4)
     assert late == pytest.approx(3 * urgent, rel=0.4)
+
+
+def test_an_urgent_request_is_not_refused_for_the_queue_behind_it() -> None:
+    """Under the priority policy it is admitted before them, so it met its deadline if it was not refused."""
+    server = Server(predicts=True, policy=PRIORITY)
+    while server.now_s < 5:
+        if server.core.num_waiting < 100:
+            server.arrive(None, priority=1)
+        server.step()
+    urgent, usual, late = (server.waits.predicted_s(server.core, DEFAULT_TENANT, 60, rank) for rank in (0, 1, 2))
+    assert usual == late > 3.0
+    assert urgent < 1.0
+    server.arrive(server.now_s + 2.0, priority=0)
+    assert server.num_refused == 0
+    first = next(iter(server.core.state.waiting))
+    assert first.request.priority == 0
+    while server.core.has_request(first.request.request_id):
+        server.step()
+    assert server.num_lost_tokens == 0, "it ended before its deadline"
+    server.arrive(server.now_s + 2.0, priority=1)
+    assert server.num_refused == 1
+
+
+def test_the_first_in_first_out_policy_ignores_priorities_in_predictions() -> None:
+    server = good_tokens(3, None, predicts=True)
+    urgent, usual = (server.waits.predicted_s(server.core, DEFAULT_TENANT, 60, priority) for priority in (-1, 0))
+    assert urgent == usual > 0
 
 
 def test_a_stream_that_is_nearly_complete_is_not_refused_for_the_time_of_a_whole_output() -> None:

@@ -26,15 +26,17 @@ async def test_a_request_that_would_be_late_is_neither_checked_nor_tokenised(ser
     assert retry.retry_delay.ToMilliseconds() == 7500
 
 
-async def test_the_engine_is_told_the_deadline_and_the_bound(servers: Servers) -> None:
+async def test_the_engine_is_told_the_deadline_the_bound_and_the_priority(servers: Servers) -> None:
     served = await servers.start(engine := FakeEngine())
-    await failure(served, text_request(sampling=INVALID, stopping=pb.StoppingParams(max_tokens=7)), timeout=30.0)
+    await failure(
+        served, text_request(sampling=INVALID, stopping=pb.StoppingParams(max_tokens=7), priority=-2), timeout=30.0
+    )
     await failure(served, text_request(sampling=INVALID))
-    (tenant, deadline_s, max_tokens), without = engine.checked_deadlines
-    assert (tenant, max_tokens) == (DEFAULT_TENANT, 7)
+    (tenant, deadline_s, *claimed), without = engine.checked_deadlines
+    assert (tenant, claimed) == (DEFAULT_TENANT, [7, -2])
     assert deadline_s is not None
     assert 0 < deadline_s - time.monotonic() < 31  # gRPC rounds the time left up
-    assert without == (DEFAULT_TENANT, None, inf)
+    assert without == (DEFAULT_TENANT, None, inf, 0)
 
 
 async def test_a_stream_that_came_back_is_read_first(servers: Servers) -> None:

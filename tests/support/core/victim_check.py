@@ -26,7 +26,10 @@ def _check(state: SchedulerState, victim: Sequence, *, is_short: bool) -> None:
     most = max(map(_standing, running))
     assert not is_short or _standing(victim) == most, f"I23: {victim!r} is not of the tenant with the most service"
     of_tenant = [sequence for sequence in running if sequence.account is victim.account]
-    rank = state.policy.rank
+
+    def rank(sequence: Sequence) -> int:
+        return state.policy.rank(sequence.request.priority)
+
     assert rank(victim) == max(map(rank, of_tenant)), f"I23: {victim!r} is more urgent than another sequence"
     equals = [sequence for sequence in of_tenant if rank(sequence) == rank(victim)]
     first = min(equals, key=state.policy.order).leader

@@ -106,7 +106,7 @@ class FakeEngine:
         self._arrived: asyncio.Queue[Submitted] = asyncio.Queue()
         self.refusal: Exception | None = None
         self.lateness: Exception | None = None
-        self.checked_deadlines: list[tuple[str, float | None, float]] = []
+        self.checked_deadlines: list[tuple[str, float | None, float, int]] = []
         self.trouble = ""
         self.traces: tuple[()] = ()
         self.withdrawals = Withdrawals()
@@ -139,9 +139,9 @@ class FakeEngine:
         self._num_requests += 1
         return self._num_requests
 
-    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float) -> None:
+    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float, priority: int) -> None:
         """Raises `lateness` if it is set."""
-        self.checked_deadlines.append((tenant, deadline_s, max_tokens))
+        self.checked_deadlines.append((tenant, deadline_s, max_tokens, priority))
         if self.lateness is not None:
             raise self.lateness
 
