@@ -17,7 +17,8 @@ class ClosedBatch:
 
     waiting   1  2  3 │ 4  5             requests 1, 2 and 3 fill a batch of max_num_seqs and become its members
     members   1  2  3 │                  admitted while budget and blocks last, here 1 and 2 at first, then 3;
-                                         again if they were preempted, or lost their executor
+                                         again if they were preempted, or lost their executor;
+                                         none while its tenant is at a cap of its own
     waiting   4  5  6 …                  wait until each member has ended
 
     A batch is formed when it is full, or when the first of its requests to arrive has waited for `timeout_s`.
@@ -31,8 +32,11 @@ class ClosedBatch:
     def first(self) -> Sequence | None:
         if not self.members() and self._is_due():
             self._members = [active.request.request_id for active in self._head()[0]]
+        order = self._state.policy.order
         waiting = (s for active in self.members() for s in active.sequences if s.state in _WAITING)
-        return min((s for s in waiting if not s.is_set_aside), key=self._state.policy.order, default=None)
+        in_order = sorted((s for s in waiting if not s.is_set_aside), key=order)
+        heads = {sequence.account: sequence for sequence in reversed(in_order)}
+        return min(filter(self._state.waiting.may_enter, heads.values()), key=order, default=None)
 
     def members(self) -> list[ActiveRequest]:
         """Returns the members of the batch that have not ended."""

@@ -16,6 +16,9 @@ from scheduler.core import (
     KVAllocation,
     Scheduler,
     SchedulerLimits,
+    StepResult,
+    TenantTerms,
+    check_invariants,
 )
 from scheduler.core.baselines.batching import batch_members
 from tests.support.core.harness import Harness
@@ -63,6 +66,31 @@ def test_a_static_batch_takes_all_waiting_requests_even_if_there_is_only_one() -
     harness.add(make_request(1))
     step(harness)
     assert batch_members(harness.scheduler.state) == [1]
+
+
+@pytest.mark.parametrize("batching", BATCHING.values(), ids=BATCHING)
+def test_no_mode_runs_more_sequences_of_a_tenant_than_it_may_run(batching: Batching) -> None:
+    """The other members of a closed batch, and the tenant's own behind the first, wait or run as slots allow."""
+    limits = SchedulerLimits(6, 16, 20, max_in_flight=1, watermark_ratio=0)
+    terms = {"capped": TenantTerms(max_num_seqs=2)}
+    batching = replace(batching, timeout_s=0.0)
+    core = Scheduler(
+        limits, num_blocks=50, block_size=2, batching=batching, terms_of=lambda name: terms.get(name, TenantTerms())
+    )
+    core.executor_attached(1, 50)
+    for request_id, num_samples in enumerate((1, 2, 1)):
+        core.add(make_request(request_id, "ab", 4, seeds=range(num_samples), tenant="capped"))
+    core.add(make_request(3, "ab", 4, tenant="free"))
+    most = 0
+    while core.num_unfinished_requests:
+        plan = core.schedule()
+        assert plan is not None
+        running = [sequence.request for sequence in core.state.batch.running]
+        most = max(most, sum(request.tenant == "capped" for request in running))
+        num_sampled = len(core.state.in_flight[-1].sampled)
+        core.commit(StepResult(plan.epoch, plan.step_id, [0] * num_sampled))
+        check_invariants(core)
+    assert most == 2
 
 
 def test_a_request_takes_slots_for_all_its_sequences() -> None:
