@@ -7,7 +7,7 @@ from scheduler.core import reports
 from scheduler.core.beams.group import BeamGroup
 from scheduler.core.beams.search import Candidates
 from scheduler.core.errors import InvariantViolation, ResultMismatch
-from scheduler.core.plan import Events, StepResult
+from scheduler.core.plan import Events, Logprobs, StepResult
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.state import SchedulerState
 from scheduler.core.step import Step
@@ -26,10 +26,7 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
     late = {beam for beam, (_, values) in candidates.items() if values[0] == inf}
     _commit_prefills(state, step, late)
     if result.prompt_logprobs is not None:
-        reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
-        for sequence, _, tokens in events.prompt_logprobs:
-            if any(isnan(token.values[0]) for token in tokens):
-                _end(state, sequence, FinishReason.NOT_FINITE, events)
+        _commit_prompt_reports(state, step, result.prompt_logprobs, events)
     for place in result.deferred:
         if not step.sampled[place].is_finished:
             state.defer(step.sampled[place])
@@ -78,6 +75,14 @@ def _commit_prefills(state: SchedulerState, step: Step, late: Collection[Sequenc
             state.counters.num_prefilled_tokens += num_tokens
             if sequence.num_computed_tokens >= sequence.publish_at:
                 state.cache.publish(sequence)
+
+
+def _commit_prompt_reports(state: SchedulerState, step: Step, logprobs: Logprobs, events: Events) -> None:
+    """Reports on prompts, and ends the sequences whose reports have numbers that are not finite."""
+    reports.add_prompt_logprobs(step, logprobs, events)
+    for sequence, _, tokens in events.prompt_logprobs:
+        if any(isnan(token.values[0]) for token in tokens):
+            _end(state, sequence, FinishReason.NOT_FINITE, events)
 
 
 def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
