@@ -109,13 +109,18 @@ class Pages:
         return web.json_response({"version": build_version()})
 
     async def show_metrics(self, request: web.Request) -> web.Response:
-        """Shows the metrics to a client that a scheduler tells its state, or told it when it last answered."""
+        """Shows the metrics to a client that a scheduler knows, or knew when it last answered.
+
+        The scheduler is asked for what it can tell before its executor has loaded the model.
+        """
         authorization = authorization_of(request)
         caller = _digest(authorization)
         failure: ApiError | None = None
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
-                await self._schedulers.info_for(authorization)
+                await self._schedulers.tokenization(
+                    "GetTokenizerInfo", tokenization_pb2.GetTokenizerInfoRequest(), authorization
+                )
         except TimeoutError:
             failure = unavailable("no scheduler has answered in time")
         except QuireError as error:

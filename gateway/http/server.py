@@ -87,7 +87,7 @@ class GatewayServer:
             bodies,
             self.metrics,
             self.generation.requests,
-            shows_strangers=is_local(config.listen) and schedulers.is_stranger,
+            shows_strangers=(is_local(config.listen) or config.allow_anonymous) and schedulers.is_stranger,
         )
         self._silent: dict[asyncio.Protocol, float] = {}  # new connections without a request, and when they began
         self._unread_bodies = UnreadBodies()

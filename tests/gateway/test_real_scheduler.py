@@ -13,6 +13,7 @@ from scheduler.requests.limits import RequestLimits
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.gateway.rig import Rig, content, parsed_events
 from tests.support.scheduler.callers import Callers
+from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.servers import Served, Servers
 from tests.support.waiting import until
 
@@ -113,6 +114,17 @@ async def test_at_the_local_address_the_gateway_needs_no_key_and_its_clients_do(
         submitted = await answered(served, [60])
         assert (await answering)[0] == 200
         assert submitted.request.tenant == "tenant-of-generate"
+
+
+async def test_metrics_are_for_callers_that_a_scheduler_knows_also_before_it_has_a_model(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """A large model loads for minutes, and Prometheus would take each gateway for down."""
+    callers = Callers(tmp_path)
+    served = await servers.start(FakeEngine(None), access=callers.access())
+    async with rig_for(served, own_key=callers.keys["admin"]) as rig:
+        for caller, status in (("none", 401), ("wrong", 401), ("observe", 200), ("generate", 200)):
+            assert (await rig.get("/metrics", **callers.header(caller)))[0] == status, caller
 
 
 @pytest.mark.parametrize("own", ["none", "wrong", "observe"])

@@ -1,6 +1,7 @@
 """The gateway passes on the keys of its clients. Schedulers decide about them."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -72,8 +73,10 @@ async def test_metrics_do_not_wait_for_a_scheduler_that_hangs(monkeypatch: pytes
             assert (status, body["error"]["code"]) == (503, "service_unavailable")
 
 
-async def test_metrics_on_loopback_without_identity_need_no_scheduler() -> None:
-    async with Rig(scheduler="127.0.0.1:9") as rig:
+@pytest.mark.parametrize("config", [{}, {"listen": "0.0.0.0:0", "allow_anonymous": True}])
+async def test_metrics_without_identity_need_no_scheduler(config: dict[str, Any]) -> None:
+    """On loopback, and where the operator has said that everyone may call, as in compose.yaml."""
+    async with Rig(**{"scheduler": "127.0.0.1:9"} | config) as rig:
         assert (await rig.get("/metrics"))[0] == 200
         assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 503
 

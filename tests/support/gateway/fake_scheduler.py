@@ -194,14 +194,17 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
         ready.put_nowait(pb.StreamMessage(stream_id=number, ended=ended))
         self._streams.pop(number, None)
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: pb.GetServerInfoRequest, context: Any
-    ) -> pb.GetServerInfoResponse:
+    async def _check_caller(self, context: Any) -> None:
         if self.is_hung:
             await asyncio.Event().wait()
         metadata = dict(context.invocation_metadata() or ())
         if self.key is not None and metadata.get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the key is not known")
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoResponse:
+        await self._check_caller(context)
         return pb.GetServerInfoResponse(model_name=MODEL, max_model_len=512, vocab_size=1000, state=self.state)
 
     async def Watch(  # type: ignore[override]  # noqa: N802
@@ -242,6 +245,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     async def GetTokenizerInfo(  # noqa: N802
         self, request: tokens_pb.GetTokenizerInfoRequest, context: Any
     ) -> tokens_pb.GetTokenizerInfoResponse:
+        await self._check_caller(context)
         return tokens_pb.GetTokenizerInfoResponse(
             special_tokens={"bos_token": "<s>"}, eos_token_ids=[0], chat_template="{{ messages }}"
         )
