@@ -218,6 +218,12 @@ def test_a_gateway_serves_until_no_node_routes_to_it_and_then_has_time_to_drain(
     assert wait_s + int(gateway.flags["--drain-timeout-s"]) <= gateway.pod["terminationGracePeriodSeconds"]
 
 
+def test_gateways_stay_in_their_service_while_executors_are_replaced() -> None:
+    """`/health` fails as soon as no executor serves, and requests that come meanwhile wait and succeed."""
+    probe = WORKLOADS["gateway"].container["readinessProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 600, "two minutes for a hang, and then a model to load"
+
+
 def test_each_hop_agrees_on_names_and_addresses() -> None:
     executor, scheduler, gateway = (WORKLOADS[name].flags for name in ("executor", "scheduler", "gateway"))
     assert scheduler["--executor"] == f"executor-$(INDEX).executor:{WORKLOADS['executor'].ports['executor']}"
