@@ -28,10 +28,10 @@ REFUSALS = {
 """Counters with the label that says why, by their names in the legend."""
 
 # A scheduler whose scrape fails has no series of its own, so its target stands for it. In Kubernetes, where all targets
-# of the PodMonitor have one job, those of schedulers are at the port `status`.
+# of the PodMonitor have one job (its namespace and name), those of schedulers are at the port `status`.
 READY = (
     "quire_ready or on (instance) 0 * "
-    '(up{job="quire-scheduler"} or up{job=~"quire/.+", endpoint="status"})'
+    '(up{job="quire-scheduler"} or up{job=~".+/quire", endpoint="status"})'
 )  # fmt: skip
 
 TTFT = "quire_time_to_first_token_seconds"

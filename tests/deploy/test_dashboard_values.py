@@ -35,7 +35,7 @@ _READY = {
     'up{job="quire-gateway", instance="gateway:8000"}': 1,
     'up{job="quire-executor", instance="executor:9102"}': 0,
 }
-_POD = 'job="quire/quire", endpoint='
+_POD = 'job="llm/quire", endpoint='
 _READY_PODS = {
     'quire_ready{instance="10.0.0.1:8080"}': 1,
     f'up{{{_POD}"status", instance="10.0.0.1:8080"}}': 1,
