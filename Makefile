@@ -67,8 +67,9 @@ fmt: $(INSTALLED)  ## format the code
 protos: $(INSTALLED)  ## generate the gRPC stubs again
 	$(BIN)/python protos/build.py
 
-dashboards: $(INSTALLED)  ## write Grafana's dashboards and the tables of docs/operations.md again
+dashboards: $(INSTALLED)  ## write Grafana's dashboards, Kubernetes' rules and the tables of docs/operations.md again
 	$(BIN)/python -m deploy.grafana.build
+	$(BIN)/python -m deploy.operator_rules
 	$(BIN)/python -m deploy.reference
 
 compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take it down (BASE_IMAGE=… to build on another)

@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deploy import operator_rules
 from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
 from gateway.schedulers.schedulers_file import read_addresses
@@ -32,6 +33,7 @@ from tests.support.deploy.manifests import (
     validate,
     workloads,
 )
+from tests.support.deploy.panels import rules
 from tests.support.paths import ROOT
 
 CONFIGS: dict[str, type[Any]] = {"executor": ExecutorConfig, "scheduler": SchedulerConfig, "gateway": GatewayConfig}
@@ -160,7 +162,7 @@ def test_a_pod_has_time_to_drain(workload: Workload) -> None:
 
 def test_secrets_are_named_and_not_contained() -> None:
     assert not [each for each in base() if each["kind"] == "Secret"]
-    text = yaml.safe_dump(base())
+    text = yaml.safe_dump([each for each in base() if each["kind"] != "PrometheusRule"])
     names = set(re.findall(r"(?:secretName|name): (quire-[a-z-]+)", text)) - {"quire-model", "quire-schedulers"}
     page = (ROOT / "docs" / "scale-out.md").read_text(encoding="utf-8")
     assert names == {name for name in names if f"`{name}`" in page}, "the page says how to make them"
@@ -200,6 +202,18 @@ def test_prometheus_scrapes_every_workload() -> None:
     assert monitor["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/part-of": "quire"}
     kustomization = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8"))
     assert kustomization["labels"] == [{"pairs": {"app.kubernetes.io/part-of": "quire"}, "includeTemplates": True}]
+
+
+@pytest.mark.skipif(not HAS_KUBECTL, reason="kubectl is not installed")
+def test_clusters_have_the_rules_of_prometheus() -> None:
+    """Without them, a cluster would have metrics and no alert."""
+    assert operator_rules.RESOURCE.read_text(encoding="utf-8") == operator_rules.rendered(), "run `make dashboards`"
+    (resource,) = (each for each in rendered("base") if each["kind"] == "PrometheusRule")
+    found = [rule for group in resource["spec"]["groups"] for rule in group["rules"]]
+    # kustomize adds empty lines to folded text, which PromQL does not mind.
+    assert [each | {"expr": each["expr"].split()} for each in found] == [
+        each | {"expr": each["expr"].split()} for each in rules()
+    ]
 
 
 @pytest.mark.skipif(not HAS_KUBECTL, reason="kubectl is not installed")

@@ -1,7 +1,8 @@
-"""The parts that our manifests use of two custom resources, as JSON schemas that permit nothing else.
+"""The parts that our manifests use of three custom resources, as JSON schemas that permit nothing else.
 
 LeaderWorkerSet  kubernetes-sigs/lws v0.9.0, config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml
 PodMonitor       prometheus-operator v0.91.0, example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml
+PrometheusRule   the same, monitoring.coreos.com_prometheusrules.yaml
 """
 
 from typing import Any
@@ -56,6 +57,33 @@ SCHEMAS: dict[str, dict[str, Any]] = {
                     scheme={"enum": ["http", "https", "HTTP", "HTTPS"]},
                     authorization=_object(type=_TEXT, credentials=_SECRET_KEY),
                     tlsConfig=_object(serverName=_TEXT, ca=_object(secret=_SECRET_KEY)),
+                ),
+            },
+        ),
+    ),
+    "monitoring.coreos.com/v1/PrometheusRule": _object(
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion=_TEXT,
+        kind=_TEXT,
+        metadata=_METADATA,
+        spec=_object(
+            groups={
+                "type": "array",
+                "items": _object(
+                    ("name",),
+                    name=_TEXT,
+                    rules={
+                        "type": "array",
+                        "items": _object(
+                            ("expr",),
+                            record=_TEXT,
+                            alert=_TEXT,
+                            expr=_TEXT,
+                            labels=_LABELS,
+                            annotations=_LABELS,
+                            **{"for": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}},
+                        ),
+                    },
                 ),
             },
         ),
