@@ -232,6 +232,13 @@ def test_a_gateway_serves_until_no_node_routes_to_it_and_then_has_time_to_drain(
     assert wait_s + int(gateway.flags["--drain-timeout-s"]) <= gateway.pod["terminationGracePeriodSeconds"]
 
 
+@each_workload
+def test_draining_nodes_takes_one_pod_of_a_kind_at_a_time(workload: Workload) -> None:
+    budgets = [each["spec"] for each in base() if each["kind"] == "PodDisruptionBudget"]
+    (own,) = (each for each in budgets if each["selector"]["matchLabels"].items() <= workload.labels.items())
+    assert (own["maxUnavailable"], own["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
 def test_gateways_stay_in_their_service_while_executors_are_replaced() -> None:
     """`/health` fails as soon as no executor serves, and requests that come meanwhile wait and succeed."""
     probe = WORKLOADS["gateway"].container["readinessProbe"]
