@@ -196,7 +196,7 @@ def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Running and queued",
-                "Requests in the batch, and requests in the queue by reason: new, preempted, or executor lost.",
+                "Requests in the batch, and in the queue by reason: new, preempted, deferred, or executor lost.",
                 {
                     "running": "sum (quire_requests_running{m})",
                     "queued, {reason}": "sum by (reason) (quire_queue_requests{m})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,11 +90,11 @@ def take_snapshot(engine: Engine) -> Snapshot:
     if core is None:
         nothing = np.zeros(0, np.int32)
         return Snapshot(engine.readiness, None, nothing, {}, [], 0, 0, 0.0, None, ContiguousUsage(0, 0, 0), *[0] * 6)
-    model, counters = engine.description, core.state.counters
+    model, counters, queue = engine.description, core.state.counters, core.state.waiting
     sequences = {sequence_key(sequence): sequence_view(sequence) for sequence in core.state.batch.running}
     waiting = [
         WaitingSequence(sequence_key(sequence), sequence.num_tokens, sequence.num_preemptions > 0)
-        for sequence in islice(core.state.waiting, MAX_SHOWN_WAITING)
+        for sequence in islice(chain(queue, queue.paused), MAX_SHOWN_WAITING)
     ]
     num_pool_token_slots = core.state.cache.pool.num_usable_blocks * core.state.cache.block_size
     return Snapshot(
@@ -103,7 +103,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         blocks=_block_values(core),
         sequences=sequences,
         waiting=waiting,
-        num_waiting=core.num_waiting,
+        num_waiting=core.num_waiting + len(queue.paused),
         num_waiting_prompt_tokens=core.state.waiting.num_prompt_tokens,
         oldest_waiting_s=round(engine.oldest_waiting_s, 1) if core.num_waiting else 0.0,
         usage=engine.kv_usage(),

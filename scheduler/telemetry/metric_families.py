@@ -60,15 +60,15 @@ def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]
     """Yields the families of the core's counters and queues."""
     counters = core.state.counters
     running = {sequence.request.request_id for sequence in core.state.batch.running}
-    waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
-    waiting.update(_reasons_to_wait(core.state.waiting).values())
+    queue = core.state.waiting
+    waiting = Counter({"new": 0, "preempted": 0, "deferred": 0, "executor_lost": 0})
+    waiting.update(_reasons_to_wait(queue, queue.paused).values())
+    num_prompt_tokens = queue.num_prompt_tokens + sum(sequence.num_given_tokens for sequence in queue.paused)
     yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", len(running))
     yield families.gauges(
         "quire_queue_requests", "Requests with a waiting sequence, by why it waits", "reason", waiting
     )
-    yield families.gauge(
-        "quire_queue_prompt_tokens", "Prompt tokens of waiting sequences", core.state.waiting.num_prompt_tokens
-    )
+    yield families.gauge("quire_queue_prompt_tokens", "Prompt tokens of waiting sequences", num_prompt_tokens)
     yield families.counter(
         "quire_prefix_cache_queries_tokens",
         "Prompt tokens looked up in the prefix cache, at first admission",
@@ -91,18 +91,25 @@ def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]
     )
 
 
-def _reasons_to_wait(waiting: Iterable[Sequence]) -> dict[int, str]:
-    """Returns the reason for each waiting request: that of its first waiting sequence."""
+def _reasons_to_wait(waiting: Iterable[Sequence], paused: Iterable[Sequence]) -> dict[int, str]:
+    """Returns the reason for each waiting request: that of its first waiting sequence.
+
+    paused  deferred sequences that are not in the queue yet
+    """
     reasons: dict[int, str] = {}
     for sequence in waiting:
         reasons.setdefault(sequence.request.request_id, _reason_to_wait(sequence))
+    for sequence in paused:
+        reasons.setdefault(sequence.request.request_id, "deferred")
     return reasons
 
 
 def _reason_to_wait(sequence: Sequence) -> str:
     if sequence.state is State.PREEMPTED:
         return "preempted"
-    return "executor_lost" if sequence.num_losses else "new"
+    if sequence.num_losses:
+        return "executor_lost"
+    return "deferred" if sequence.num_deferrals else "new"
 
 
 def pool_families(families: MetricFamilies, usage: KVUsage) -> Iterator[Metric]:

@@ -26,6 +26,8 @@ def tenant_families(families: MetricFamilies, core: Scheduler, counts: TenantCou
         running[label] += 0
         gap = level - least if least is not None and account.num_requests else 0.0
         ahead[label] = max(ahead.get(label, 0), int(gap))
+    for sequence in queue.paused:
+        waiting[labels.of(sequence.account.name)] += 1
     for sequence in core.state.batch.running:
         running[labels.of(sequence.account.name)] += 1
     yield families.counters(

@@ -99,8 +99,9 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
         block_size=state.cache.block_size,
         blocks=[] if summary_only else _block_runs(state),
         sequences=[] if summary_only else [sequence_view(sequence) for sequence in state.batch.running],
-        num_waiting=len(state.waiting),
-        num_waiting_prompt_tokens=state.waiting.num_prompt_tokens,
+        num_waiting=len(state.waiting) + len(state.waiting.paused),
+        num_waiting_prompt_tokens=state.waiting.num_prompt_tokens
+        + sum(sequence.num_given_tokens for sequence in state.waiting.paused),
         step_id=state.step_id,
         num_preemptions=state.counters.num_preemptions,
         num_cow_copies=state.counters.num_cow_copies,

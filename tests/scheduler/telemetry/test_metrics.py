@@ -12,10 +12,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.histogram import Histogram, exemplar_labels
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import FinishReason, Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, StepResult
+from scheduler.core import (
+    FinishReason,
+    Request,
+    Scheduler,
+    SchedulerLimits,
+    SequenceParams,
+    StepPlan,
+    StepResult,
+    block_map,
+)
 from scheduler.engine.engine import ServerState
 from scheduler.telemetry.limits import NUM_LIMITED
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
+from tests.support.core.letter_tokens import make_request
+from tests.support.core.small_harness import build_harness
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.servers import Servers
 
@@ -205,6 +216,27 @@ async def test_request_with_several_waiting_samples_counts_once() -> None:
     found = samples(metrics)
     assert found["quire_queue_requests/executor_lost"] == 1
     assert found["quire_queue_requests/new"] == found["quire_queue_requests/preempted"] == 0
+
+
+async def test_a_deferred_sequence_waits_until_it_runs_again() -> None:
+    metrics = await metrics_of_fake_engine(Clock())
+    harness = build_harness(make_request(1, max_tokens=4))
+    cast("FakeEngine", metrics.engine).core = harness.scheduler
+    harness.defer(1)
+    harness.schedule()
+    harness.commit()
+    assert harness.schedule() is None, "it pauses"
+    assert len(harness.scheduler.state.waiting) == 0
+    found = samples(metrics)
+    assert found["quire_requests_running"] == 0
+    assert found["quire_queue_requests/deferred"] == found["quire_tenant_sequences_waiting/default"] == 1
+    assert found["quire_queue_prompt_tokens"] == block_map(harness.scheduler).num_waiting_prompt_tokens > 0
+    assert block_map(harness.scheduler).num_waiting == 1
+    harness.expire(1.0)
+    harness.schedule()
+    found = samples(metrics)
+    assert found["quire_queue_requests/deferred"] == found["quire_tenant_sequences_waiting/default"] == 0
+    assert found["quire_requests_running"] == 1
 
 
 async def test_pool_and_core_are_measured() -> None:
