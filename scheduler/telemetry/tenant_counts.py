@@ -1,9 +1,9 @@
-"""Counts by tenant, with a bounded number of labels: the tenants with the most recent tokens, and `other`.
+"""Counts by tenant, with a bounded number of labels: the tenants with the most recent tokens, and the others.
 
 The labels are given again at intervals, by weights that decay. No series ever decreases:
 
-    a tenant gets a label     its series start at 0; what it did before stays in `other`
-    a tenant loses its label  its series end; what it does from then on is counted in `other`
+    a tenant gets a label     its series start at 0; what it did before stays in `(other)`
+    a tenant loses its label  its series end; what it does from then on is counted in `(other)`
 """
 
 from collections import Counter
@@ -24,7 +24,8 @@ INTERVAL_S = 60.0
 HALF_LIFE_S = 300.0
 """Time after which a token counts half as much for a label."""
 
-OTHER = "other"
+OTHER = "(other)"
+"""No name of a tenant has parentheses, so no tenant shares this label by its name."""
 
 
 class TenantLabels:
@@ -73,7 +74,7 @@ class TenantLabels:
         top = nlargest(MAX_TENANTS, self._weights, key=self._weights.__getitem__)
         kept = [tenant for tenant in self._labels if tenant not in top][: MAX_TENANTS - len(top)]
         before, self._labels = self._labels, dict.fromkeys((*top, *kept))
-        return before.keys() - {*self._labels, OTHER}
+        return before.keys() - self._labels.keys()
 
 
 class TenantCounts:

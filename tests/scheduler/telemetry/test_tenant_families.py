@@ -69,6 +69,14 @@ def test_tenants_beyond_the_first_share_a_label() -> None:
     assert waiting[OTHER] == 2 * MAX_TENANTS
 
 
+def test_no_tenant_shares_the_label_of_those_without_one_by_its_name() -> None:
+    assert not is_name(OTHER)
+    counts = TenantCounts(Clock())
+    for name in ("other", *(f"t{number}" for number in range(MAX_TENANTS))):
+        counts.rejected(name)
+    assert (counts.num_rejected["other"], counts.num_rejected[OTHER]) == (1, 1)
+
+
 def test_a_tenant_with_more_tokens_gets_the_label_of_one_with_fewer() -> None:
     clock = Clock()
     counts = TenantCounts(clock)
