@@ -56,7 +56,6 @@ class RpcServer:
         self.address = bind(self._server, config.grpc_listen or "", tls)
 
     async def start(self) -> None:
-        self._report()
         self._following = asyncio.create_task(self._follow(), name="health")
         await self._server.start()
 
@@ -72,8 +71,8 @@ class RpcServer:
 
     async def _follow(self) -> None:
         while True:
+            self._report()  # before it waits, so that no change is missed before this task runs
             await self._schedulers.changed()
-            self._report()
 
     def _report(self) -> None:
         """Reports grpc.health.v1 for the server ("") and for Generation: SERVING if a scheduler is ready."""

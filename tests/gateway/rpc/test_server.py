@@ -279,6 +279,21 @@ async def test_health_follows_the_schedulers() -> None:
         await until(serves)
 
 
+async def test_health_misses_no_change_while_the_server_starts() -> None:
+    config = GatewayConfig(scheduler="127.0.0.1:1", grpc_listen="127.0.0.1:0")
+    schedulers = Schedulers(config.connections(None), config.resume_timeout_s)
+    server = RpcServer(schedulers, config, GatewayMetrics(schedulers))
+    asyncio.get_running_loop().call_soon(schedulers.all[0]._set_ready, True, "SERVING")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await server.stop()
+        await schedulers.close()
+
+
 async def test_a_costly_message_is_refused_before_it_is_parsed() -> None:
     request = pb.GenerateRequest()
     for _ in range(20_000):
