@@ -14,5 +14,5 @@ class Counters:
     num_preempted_tokens: int = 0  # computed and thrown away
     num_deferrals: int = 0
     num_cow_copies: int = 0
-    num_prefix_queried_tokens: int = 0  # prompt tokens, at first admission
+    num_prefix_queried_tokens: int = 0  # of prompts and of resumed outputs, at first admission
     num_prefix_hit_tokens: int = 0  # those of them that were found in the prefix cache

@@ -68,15 +68,19 @@ def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]
     yield families.gauges(
         "quire_queue_requests", "Requests with a waiting sequence, by why it waits", "reason", waiting
     )
-    yield families.gauge("quire_queue_prompt_tokens", "Prompt tokens of waiting sequences", num_prompt_tokens)
+    yield families.gauge(
+        "quire_queue_prompt_tokens",
+        "Tokens of waiting sequences: of prompts, and of outputs that are resumed",
+        num_prompt_tokens,
+    )
     yield families.counter(
         "quire_prefix_cache_queries_tokens",
-        "Prompt tokens looked up in the prefix cache, at first admission",
+        "Tokens looked up in the prefix cache, at first admission: of prompts, and of outputs that are resumed",
         counters.num_prefix_queried_tokens,
     )
     yield families.counter(
         "quire_prefix_cache_hits_tokens",
-        "Prompt tokens found in the prefix cache, at first admission",
+        "Tokens of these lookups that were found in the prefix cache",
         counters.num_prefix_hit_tokens,
     )
     yield families.counter(
