@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
-"""Paths for machines. They hold no secrets, so they are served under every host name."""
+"""Paths for machines. They hold no secrets, so they are served under every host name; browsers get no exemplars."""
 
 FIRST_REQUEST_S = 10.0
 """Time in which a connection has to send the header of its first request."""
@@ -180,9 +180,12 @@ class HttpServer:
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
+        # Exemplars name requests. A page of another site, whose name was made to stand for this address, may not read
+        # them: its browser sends this header, which scripts cannot leave out, and Prometheus does not.
+        is_foreign = "Accept-Language" in request.headers and not self._hosts.allow(request.headers.get("Host", ""))
         try:
             async with self._reads.turn():
-                content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+                content_type, page = self._metrics.answer("" if is_foreign else request.headers.get("Accept", ""))
         except QueueFull as error:
             raise web.HTTPTooManyRequests(headers={"Retry-After": "1"}, text=f"{error}\n") from None
         return web.Response(body=page, headers={"Content-Type": content_type})

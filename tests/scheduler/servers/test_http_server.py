@@ -258,6 +258,24 @@ async def test_page_is_served_under_allowed_host_names_only(
     assert statuses == {"/": page, "/live/events": page, "/metrics": 200, "/readyz": 200}
 
 
+@pytest.mark.parametrize(
+    ("host", "headers", "has_exemplars"),
+    [
+        ("scheduler:8080", {}, True),  # Prometheus
+        ("localhost:8080", {"Accept-Language": "en"}, True),
+        ("evil.example", {"Accept-Language": "en"}, False),
+        ("evil.example", {"Accept-Language": ""}, False),
+    ],
+)
+async def test_pages_of_other_sites_get_no_exemplars(
+    server: HttpServer, host: str, headers: dict[str, str], has_exemplars: bool
+) -> None:
+    """They name the requests of other clients."""
+    accept = {"Accept": "application/openmetrics-text", "Host": host}
+    status, content_type, _ = await get(server, "/metrics", accept | headers)
+    assert (status, "openmetrics" in content_type) == (200, has_exemplars)
+
+
 async def get_as(server: HttpServer, host: str, path: str) -> int:
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
     return int((await asyncio.to_thread(send, server, request)).split()[1])
