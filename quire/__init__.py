@@ -38,6 +38,7 @@ from quire.errors import (
 )
 from quire.events import (
     ChatMessage,
+    ChatMessageDict,
     CompletedSequence,
     Completion,
     Delta,
@@ -62,6 +63,7 @@ __all__ = [
     "BlockState",
     "CapacityExceededError",
     "ChatMessage",
+    "ChatMessageDict",
     "Client",
     "CompletedSequence",
     "Completion",

@@ -24,8 +24,9 @@ class ChatMessageDict(TypedDict):
     content: str
 
 
-# Text, token ids, or the messages of a chat.
-Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[ChatMessageDict]
+# Text, token ids, or the messages of a chat. It is one sequence for all, because type checkers do not find the type of
+# a list of dicts if several could be meant; mixing them raises TypeError or InvalidRequestError.
+Prompt: TypeAlias = str | Sequence[int | ChatMessage | ChatMessageDict]
 
 
 class FinishReason(StrEnum):

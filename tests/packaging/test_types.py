@@ -66,6 +66,20 @@ def test_a_program_is_checked_strictly(python: Path, tmp_path: Path) -> None:
     assert problems(python, tmp_path, PROGRAM).startswith("Success")
 
 
+def test_a_chat_may_be_a_list_of_dicts(python: Path, tmp_path: Path) -> None:
+    program = """
+        import quire
+
+        def ask(client: quire.Client, messages: list[quire.ChatMessageDict]) -> str:
+            client.complete([quire.ChatMessage("system", "Tell stories."), {"role": "user", "content": "Of a cat."}])
+            client.complete(messages)
+            prompt: quire.Prompt = [{"role": "user", "content": "Of a cat."}]
+            client.complete(prompt)
+            return client.complete([{"role": "user", "content": "Of a cat."}], max_tokens=8).text
+    """
+    assert problems(python, tmp_path, program).startswith("Success")
+
+
 def test_a_wrong_option_is_found(python: Path, tmp_path: Path) -> None:
     program = """
         import quire
