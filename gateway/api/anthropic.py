@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway.api.anthropic_answer import MessageChunks, MessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
+from gateway.api.errors import ApiError
 from gateway.api.fields import Fields, shown
 from gateway.api.messages import CACHE_CONTROL, add_plain_tool, each_message
 from gateway.api.sampling import MAX_STOP, plain_request
@@ -58,6 +59,7 @@ def parse_message(body: object) -> ParsedRequest:
     """Returns the request. Raises ApiError that names every bad field."""
     fields = Fields(body)
     fields.raise_problems()
+    _refuse_thread(fields)
     fields.check_names(KNOWN | IGNORED, NEUTRAL)
     model = fields.text("model", "") or ""
     request = plain_request(fields, "max_tokens")
@@ -80,6 +82,16 @@ def parse_message(body: object) -> ParsedRequest:
         return MessageCollector(head, stop)
 
     return ParsedRequest(model, [request], names, "msg_", is_streamed, chunks, collector, tools=tools)
+
+
+def _refuse_thread(fields: Fields) -> None:
+    """Refuses a request that lets the server hold the conversation, with the details by which a client tells why.
+
+    The tool runner of Anthropic's client then sends the whole conversation with each request.
+    """
+    if "thread" in fields:
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError("thread: is not supported: this server holds no conversations", param="thread", details=details)
 
 
 def parse_count(body: object) -> tuple[str, tokenization_pb2.TokenizeRequest]:

@@ -45,7 +45,8 @@ _ABSENT_USAGE = dict.fromkeys(("cache_creation", "inference_geo", "output_tokens
 def error_body(error: ApiError) -> dict[str, Any]:
     """Returns an error in the form of this API."""
     kind = _ERROR_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = {} if error.details is None else {"details": error.details}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
 class End:

@@ -34,6 +34,7 @@ class ApiError(Exception):
     param          the field of the request that has the problem
     retry_after_s  the delay before another try
     allow          the methods that the path has
+    details        more about the problem, for programs; only errors of Anthropic's API have it
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         allow: str | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -55,6 +57,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.allow = allow
+        self.details = details
 
     @property
     def body(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.api.anthropic import NEUTRAL, parse_count, parse_message
-from gateway.api.anthropic_answer import MessageCollector
+from gateway.api.anthropic_answer import MessageCollector, error_body
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
 from gateway.api.tool_calls import ModelTools, ToolReading
@@ -250,3 +250,11 @@ def test_the_name_of_an_eos_token_is_no_text(
 
 def test_an_answer_of_full_length_says_so() -> None:
     assert answered([], ["a"], pb.FINISH_REASON_LENGTH)["stop_reason"] == "max_tokens"
+
+
+def test_a_thread_is_refused_with_the_details_after_which_clients_send_the_whole_conversation() -> None:
+    with pytest.raises(ApiError) as raised:
+        parse(thread={"type": "create"})
+    error = error_body(raised.value)["error"]
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert parse(thread=None) == parse()
