@@ -13,7 +13,7 @@ import grpc.aio
 
 from gateway.routing.fair_line import Tenant
 from gateway.routing.load import ReplicaLoad
-from gateway.schedulers.shared_call import GatewayRefused, SharedCall, error_of_own_call
+from gateway.schedulers.shared_call import GatewayRefused, SharedCall, error_of_own_call, for_clients
 from gateway.schedulers.watch import ReplicaWatch
 from quire.errors import QuireError, UnavailableError
 from quire.status import from_rpc_error, is_lost_connection
@@ -168,7 +168,7 @@ class Scheduler:
             error = from_rpc_error(rpc_error)
             if isinstance(error, UnavailableError) and is_lost_connection(error):
                 self._failed(error)  # so that the next call goes to another one
-            raise error from None
+            raise for_clients(error) from None
 
     async def _poll_forever(self) -> None:
         while True:

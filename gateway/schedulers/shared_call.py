@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +18,7 @@ from quire.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from quire.status import from_rpc_error, from_status
+from quire.status import from_rpc_error, from_status, is_lost_connection
 from quire.status_details import TRAILER
 from quire.v1 import generation_pb2 as pb
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 4 * 2**20 - 2**16
 """Most bytes of one request. A scheduler accepts messages of 4 MiB; a larger one would end the call and all its
 streams."""
+
+_NAMES_ADDRESS = re.compile(r"\b(ipv4|ipv6|unix|unix-abstract|vsock|dns):|\b(resolving|resolution)\b", re.IGNORECASE)
+"""Finds gRPC's own messages about a connection, which name the address of the scheduler."""
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -176,6 +180,7 @@ class SharedCall:
             if isinstance(error, GatewayRefused):
                 # To a client it is a scheduler that cannot be used now: another one may accept the gateway.
                 error = UnavailableError("the gateway is not allowed to call the scheduler; see its log")
+            error = for_clients(error)
             receivers, self._receivers = self._receivers, {}
             self._task = None  # so that the next stream begins a new call
             for receiver in receivers.values():
@@ -214,6 +219,15 @@ def error_of_own_call(rpc_error: grpc.RpcError) -> QuireError:
     if isinstance(error, UnauthenticatedError | PermissionDeniedError):
         return GatewayRefused(error.message)
     return error
+
+
+def for_clients(error: QuireError) -> QuireError:
+    """Returns the error without the address of the scheduler, which is for the gateway's log alone."""
+    if not isinstance(error, UnavailableError) or not _NAMES_ADDRESS.search(error.message):
+        return error
+    if is_lost_connection(error):
+        return UnavailableError("stream removed: the connection to the scheduler was lost")
+    return UnavailableError("the scheduler cannot be reached")
 
 
 def _error_of(ended: pb.Ended) -> QuireError | None:

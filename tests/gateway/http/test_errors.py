@@ -178,6 +178,13 @@ async def test_no_scheduler_is_a_503_at_once() -> None:
         assert (await rig.get("/healthz"))[0] == 200
 
 
+@pytest.mark.parametrize("names", ["", MODEL], ids=["a call that prepares the request", "its stream"])
+async def test_an_error_does_not_name_the_address_of_a_scheduler(names: str) -> None:
+    async with Rig(scheduler="127.0.0.1:9", served_model_name=names) as rig:
+        status, body = await rig.post("/v1/completions", {"model": MODEL, "prompt": "hi"})
+    assert (status, body["error"]["message"]) == (503, "the scheduler cannot be reached")
+
+
 async def test_a_bug_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("secret")
