@@ -84,7 +84,7 @@ class GenerationHandler:
         """Raises ApiError and QuireError, unless the answer has begun."""
         model = await self._models.checked(parsed.model, caller.authorization)
         answer_id = f"{parsed.id_prefix}{uuid.uuid4().hex}"
-        tools = await self._tools.of(parsed, caller.authorization)
+        tools = await self._tools.of(parsed)
         reading = None
         if tools is not None:
             is_within = await self._tools.begins_in_thought(parsed, tools, caller.authorization)

@@ -1,4 +1,8 @@
-"""Asks a scheduler how the served model writes calls of tools and thoughts."""
+"""Asks a scheduler how the served model writes calls of tools and thoughts.
+
+The gateway asks for itself. As calls of a client, the questions before its first chat would count against the limit of
+its tenant, and a small limit would never let the chat follow.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class ServedModelTools:
         self._found: tuple[str, ModelTools] | None = None
         self._opened: dict[tuple[tuple[str, str], ...], bool] = {}  # by template arguments
 
-    async def of(self, parsed: ParsedRequest, authorization: str) -> ModelTools | None:
+    async def of(self, parsed: ParsedRequest) -> ModelTools | None:
         """Returns the format for a chat; None for other requests. Raises QuireError if a chat with tools needs it."""
         if not all(request.HasField("chat") for request in parsed.requests):
             return None
@@ -43,7 +47,7 @@ class ServedModelTools:
         model = "" if info is None else info.model_name
         if self._found is None or self._found[0] != model:
             try:
-                self._found = (model, await self._ask(authorization))
+                self._found = (model, await self._ask())
                 self._opened.clear()
             except QuireError as error:
                 if parsed.tools is not None or isinstance(error, UnavailableError):
@@ -66,8 +70,9 @@ class ServedModelTools:
             probe = generation_pb2.ChatPrompt(template_arguments=chat.template_arguments)
             probe.messages.add(role="user", content="?")
             request = pb.TokenizeRequest(chat=probe, return_bytes=True)
-            try:
-                response = await self._schedulers.tokenization("Tokenize", request, authorization)
+            try:  # a client that sends many different arguments does so on its own account
+                asker = authorization if key else None
+                response = await self._schedulers.tokenization("Tokenize", request, asker)
             except UnavailableError:
                 raise
             except QuireError:
@@ -80,28 +85,28 @@ class ServedModelTools:
             self._opened[key] = is_open
         return self._opened[key]
 
-    async def _ask(self, authorization: str) -> ModelTools:
+    async def _ask(self) -> ModelTools:
         """Raises QuireError."""
         wanted = pb.GetTokenizerInfoRequest()
-        info = await self._schedulers.tokenization("GetTokenizerInfo", wanted, authorization)
+        info = await self._schedulers.tokenization("GetTokenizerInfo", wanted, None)
         template = info.chat_template
         tool_format = format_of(template) if self._format_name is None else FORMATS[self._format_name]
         tokens = {}
         for text in (*tool_format.markers, *tool_format.passed):
             request = pb.TokenizeRequest(text=text, add_special_tokens=False, return_bytes=True)
-            response = await self._schedulers.tokenization("Tokenize", request, authorization)
+            response = await self._schedulers.tokenization("Tokenize", request, None)
             if list(response.tokens) == [text.encode()]:
                 tokens[text] = response.token_ids[0]
         thoughts = None if tool_format.name == "harmony" else tags_of(template)
-        return ModelTools(tool_format, tokens, thoughts, await self._names(info.eos_token_ids, authorization))
+        return ModelTools(tool_format, tokens, thoughts, await self._names(info.eos_token_ids))
 
-    async def _names(self, token_ids: Iterable[int], authorization: str) -> dict[int, str]:
+    async def _names(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Returns the names of those tokens that have one. Raises QuireError."""
         names = {}
         for token_id in token_ids:
             request = pb.DetokenizeRequest(token_ids=[token_id])
             with suppress(InvalidRequestError, InternalError):  # a checkpoint can name an id that its tokenizer lacks
-                names[token_id] = (await self._schedulers.tokenization("Detokenize", request, authorization)).text
+                names[token_id] = (await self._schedulers.tokenization("Detokenize", request, None)).text
         return names
 
 

@@ -13,9 +13,15 @@ import grpc.aio
 
 from gateway.routing.fair_line import Tenant
 from gateway.routing.load import ReplicaLoad
-from gateway.schedulers.shared_call import GatewayRefused, SharedCall, error_of_own_call, for_clients
+from gateway.schedulers.shared_call import (
+    REFUSED_TO_CLIENTS,
+    GatewayRefused,
+    SharedCall,
+    error_of_own_call,
+    for_clients,
+)
 from gateway.schedulers.watch import ReplicaWatch
-from quire.errors import QuireError, UnavailableError
+from quire.errors import PermissionDeniedError, QuireError, UnauthenticatedError, UnavailableError
 from quire.status import from_rpc_error, is_lost_connection
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2
@@ -72,7 +78,7 @@ class Scheduler:
         self.address = connection.address
         self._channel = connection.channel(grpc.aio)
         key = connection.api_key
-        metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        metadata = self._own = () if key is None else (("authorization", f"Bearer {key}"),)
         generation = GenerationStub(self._channel)
         self._tokenization = TokenizationStub(self._channel)
         self._get_info: Any = generation.GetServerInfo
@@ -122,7 +128,9 @@ class Scheduler:
 
     async def info_for(self, authorization: str | None) -> pb.GetServerInfoResponse:
         """Asks for the model and the state on behalf of a client. None: without any credentials. Raises QuireError."""
-        info: pb.GetServerInfoResponse = await self._unary(self._get_info, pb.GetServerInfoRequest(), authorization)
+        # Without the header, the call would be this gateway's own; an empty one says that the client has none.
+        metadata = (("authorization", authorization or ""),)
+        info: pb.GetServerInfoResponse = await self._unary(self._get_info, pb.GetServerInfoRequest(), metadata)
         self._heard(info)
         return info
 
@@ -136,9 +144,15 @@ class Scheduler:
         weight = answer.weight if 0 < answer.weight < inf else 1.0
         return Tenant(answer.tenant, weight, answer.priority)
 
-    async def tokenization(self, method: str, request: Any, authorization: str) -> Any:
-        """Calls a method of quire.v1.Tokenization on behalf of a client. Raises QuireError."""
-        return await self._unary(getattr(self._tokenization, method), request, authorization)
+    async def tokenization(self, method: str, request: Any, authorization: str | None) -> Any:
+        """Calls a method of quire.v1.Tokenization on behalf of a client; None: of this gateway. Raises QuireError."""
+        metadata = self._own if authorization is None else (("authorization", authorization),)
+        try:
+            return await self._unary(getattr(self._tokenization, method), request, metadata)
+        except (UnauthenticatedError, PermissionDeniedError):
+            if authorization is not None:
+                raise
+            raise UnavailableError(REFUSED_TO_CLIENTS) from None
 
     async def poll(self) -> None:
         """Asks for the state, and whether streams are accepted unless the open call shows it.
@@ -159,9 +173,7 @@ class Scheduler:
         else:
             self._heard(info)
 
-    async def _unary(self, method: Any, request: Any, authorization: str | None) -> Any:
-        # Without the header, the call would be this gateway's own; an empty one says that the client has none.
-        metadata = (("authorization", authorization or ""),)
+    async def _unary(self, method: Any, request: Any, metadata: tuple[tuple[str, str], ...]) -> Any:
         try:
             return await method(request, timeout=UNARY_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as rpc_error:

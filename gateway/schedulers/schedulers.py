@@ -192,8 +192,8 @@ class Schedulers:
         """Returns the tenant of a client; None if its credentials are not valid, or no scheduler tells this gateway."""
         return await self._tenants.find(authorization, self._any().tenant_of)
 
-    async def tokenization(self, method: str, request: Any, authorization: str) -> Any:
-        """Calls quire.v1.Tokenization on behalf of a client. Raises QuireError."""
+    async def tokenization(self, method: str, request: Any, authorization: str | None) -> Any:
+        """Calls quire.v1.Tokenization on behalf of a client; None: of this gateway itself. Raises QuireError."""
         timeout_s = self._contact.resume_timeout_s
         return await ask_any(self._any, lambda each: each.tokenization(method, request, authorization), timeout_s)
 

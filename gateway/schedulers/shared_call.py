@@ -31,6 +31,8 @@ MAX_REQUEST_BYTES = 4 * 2**20 - 2**16
 """Most bytes of one request. A scheduler accepts messages of 4 MiB; a larger one would end the call and all its
 streams."""
 
+REFUSED_TO_CLIENTS = "the gateway is not allowed to call the scheduler; see its log"
+
 _NAMES_ADDRESS = re.compile(r"\b(ipv4|ipv6|unix|unix-abstract|vsock|dns):|\b(resolving|resolution)\b", re.IGNORECASE)
 """Finds gRPC's own messages about a connection, which name the address of the scheduler."""
 
@@ -179,7 +181,7 @@ class SharedCall:
             self._on_break(error)
             if isinstance(error, GatewayRefused):
                 # To a client it is a scheduler that cannot be used now: another one may accept the gateway.
-                error = UnavailableError("the gateway is not allowed to call the scheduler; see its log")
+                error = UnavailableError(REFUSED_TO_CLIENTS)
             error = for_clients(error)
             receivers, self._receivers = self._receivers, {}
             self._task = None  # so that the next stream begins a new call

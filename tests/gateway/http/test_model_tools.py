@@ -27,24 +27,39 @@ class Qwen(FakeScheduler):
     num_asked = 0
     code: grpc.StatusCode | None = None
 
+    def __init__(self, key: str | None = None) -> None:
+        super().__init__(key)
+        self.askers: list[Any] = []
+
     async def GetTokenizerInfo(  # noqa: N802
         self, request: tokens_pb.GetTokenizerInfoRequest, context: Any
     ) -> tokens_pb.GetTokenizerInfoResponse:
         self.num_asked += 1
+        self.askers.append(dict(context.invocation_metadata())["authorization"])
         if self.code is not None:
             await context.abort(self.code, "not now")
         return tokens_pb.GetTokenizerInfoResponse(eos_token_ids=[0], chat_template="<tool_call>")
 
     async def Tokenize(self, request: tokens_pb.TokenizeRequest, context: Any) -> tokens_pb.TokenizeResponse:  # noqa: N802
+        self.askers.append(dict(context.invocation_metadata())["authorization"])
         if request.text in MARKERS:
             return tokens_pb.TokenizeResponse(token_ids=[MARKERS[request.text]], tokens=[request.text.encode()])
         return await super().Tokenize(request, context)
 
 
 def rig_of(qwen: Qwen) -> Rig:
-    rig = Rig()
+    rig = Rig(own_key="own")
     rig.fakes = [qwen]
     return rig
+
+
+async def test_the_questions_do_not_count_against_the_limits_of_a_client() -> None:
+    qwen = Qwen()
+    async with rig_of(qwen) as rig:
+        status, _ = await rig.post("/v1/chat/completions", CHAT | {"tools": TOOLS}, Authorization="Bearer mine")
+    assert status == 200
+    assert set(qwen.askers) == {"Bearer own"}
+    assert [opened.authorization for opened in qwen.opened] == ["Bearer mine"]
 
 
 async def test_markers_become_tokens_of_the_grammar() -> None:

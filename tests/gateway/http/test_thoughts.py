@@ -225,7 +225,7 @@ async def test_many_template_arguments_are_not_remembered_for_ever() -> None:
         tools = ServedModelTools(rig.schedulers, None)
         for value in (*range(200), "y" * 2000):
             parsed = parse_chat(CHAT | {"chat_template_kwargs": {"x": value}})
-            found = await tools.of(parsed, "")
+            found = await tools.of(parsed)
             assert found is not None
             assert await tools.begins_in_thought(parsed, found, "")
             assert len(tools._opened) <= 64
