@@ -10,7 +10,7 @@ from scheduler.identity.identity import DEFAULT_TENANT, Identity, Role, is_name
 from scheduler.identity.key_file import add_certificate, add_key, list_entries, revoke
 
 app = typer.Typer(
-    help="Adds, lists and revokes the keys of callers. A scheduler sees changes at once.", no_args_is_help=True
+    help="Adds, lists and revokes the keys of callers. A scheduler sees changes within a second.", no_args_is_help=True
 )
 
 _File = Annotated[str, typer.Option("--file", help="the file that --api-keys names")]

@@ -125,9 +125,10 @@ def executor(**values: Any) -> None:
 
 
 def rank(**values: Any) -> None:
-    """Runs ranks of an executor on another machine, which has been given --remote-ranks, --ranks-listen, --ranks-key.
+    """Runs ranks for an executor on another machine.
 
-    They join its group again and again, until SIGTERM.
+    That executor needs --remote-ranks, --ranks-listen and --ranks-key. The ranks join its group again and again, until
+    SIGTERM.
     """
     with reported():
         raise typer.Exit(run_ranks(RankConfig(**{"join": "", "ranks_key": ""} | with_model(values))))
