@@ -61,10 +61,18 @@ def ask(directory: Path, verb: str, arguments: Mapping[str, Any], timeout_s: flo
             answer = _ask_once(directory, {"verb": verb, "arguments": dict(arguments)})
         except (OSError, ValueError) as error:
             if time.monotonic() >= until_s or not (directory / "settings.json").exists():
-                raise NoController(f"no controller answers in {directory}: {error}") from None
+                raise NoController(f"no controller answers in {directory}: {error}{_last_words(directory)}") from None
             time.sleep(0.2)
             continue
         return status_in(answer)
+
+
+def _last_words(directory: Path) -> str:
+    """Returns the end of the controller's log, which says why it cannot run; empty if there is none."""
+    with suppress(OSError):
+        lines = (directory / "controller.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"; {directory / 'controller.log'} ends with: {lines[-1]}" if lines else ""
+    return ""
 
 
 def _ask_once(directory: Path, command: Mapping[str, Any]) -> dict[str, Any]:

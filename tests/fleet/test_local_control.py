@@ -101,6 +101,13 @@ def test_a_missing_controller_is_an_error(tmp_path: Path) -> None:
         ask(tmp_path, "status", {}, 60.0)
 
 
+def test_a_controller_that_cannot_run_says_why(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "controller.log").write_text("started\nwanted.json is damaged\n")
+    with pytest.raises(NoController, match=r"controller\.log ends with: wanted\.json is damaged$"):
+        ask(tmp_path, "status", {}, 0.0)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}', '{"name": "x", "backend": "moon", "model": "m"}'])
 def test_damaged_settings_are_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "settings.json").write_text(text)
