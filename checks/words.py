@@ -6,7 +6,7 @@ W1  The first line of a docstring is a sentence: it starts with a capital letter
 W2  A component is *it*: *who*, *nobody* and their like are for people, so *who* follows a noun that names people, and
     the others do not occur.
 
-Prints one line for each finding and exits with status 1 if there is any.
+Prints one line for each finding and exits with status 1 if there is any, or 2 if no file is at the paths.
 """
 
 import ast
@@ -131,7 +131,11 @@ def tracked_files(names: list[str]) -> list[Path]:
 
 
 def main(names: list[str]) -> int:
-    findings = [finding for path in tracked_files(names) if path.is_file() for finding in check_file(path)]
+    paths = [path for path in tracked_files(names) if path.is_file()]
+    if not paths:
+        print(f"words: no file to check in {' '.join(names)}")
+        return 2
+    findings = [finding for path in paths for finding in check_file(path)]
     for finding in findings:
         print(finding)
     print(f"words: {len(findings)} findings")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from checks.words import check_python, check_text
+from checks.words import check_python, check_text, main
 
 HERE = Path("example.py")
 
@@ -76,3 +76,9 @@ def test_names_are_read_too() -> None:
 def test_lines_are_counted_behind_a_phrase_that_runs_over_two() -> None:
     findings = list(check_text(HERE, "a user\nwho waits\nand a thread who waits"))
     assert [finding.line for finding in findings] == [3]
+
+
+def test_a_path_without_a_file_does_not_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs/glosary.md"]) == 2
+    assert capsys.readouterr().out == "words: no file to check in docs/glosary.md\n"
+    assert main(["docs/glossary.md"]) == 0
