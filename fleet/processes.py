@@ -194,9 +194,12 @@ class PartProcesses:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file, so that a reader sees the old text or the new one."""
+    """Replaces a file, so that a reader sees the old text or the new one, also after a failure of power."""
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, path)
 
 

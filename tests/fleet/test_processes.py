@@ -256,3 +256,17 @@ async def test_a_process_is_ended_while_the_disk_is_full(folder: Path, monkeypat
     assert part.record is not None
     assert part.record.exit_code == -signal.SIGTERM
     assert PartProcesses(folder).is_running is False  # the file says that it runs
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, a failure of power can leave an empty record, with which the fleet can no longer be controlled."""
+    path, on_disk = tmp_path / "record.json", []
+    path.write_text("old")
+
+    def fsync(descriptor: int) -> None:
+        on_disk.append((path.read_text(), Path(f"/proc/self/fd/{descriptor}").read_text()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    processes.write_atomically(path, "new")
+    assert on_disk == [("old", "new")]
+    assert path.read_text() == "new"
