@@ -108,13 +108,18 @@ async def test_a_part_has_ended_when_its_whole_session_has(folder: Path) -> None
 async def test_a_process_is_found_whose_controller_died_before_it_was_noted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pids = []
+
     def dies(pid: int, **_: bool) -> int:
+        pids.append(pid)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(processes, "start_ticks", dies)
     with pytest.raises(KeyboardInterrupt):
         started(folder, f"{str(folder)!r}; print('ready x', flush=True); import time; time.sleep(600)")
     monkeypatch.undo()
+    # The kernel shows a command shortly after the process has begun. The next controller takes half a second.
+    await until(lambda: Path(f"/proc/{pids[0]}/cmdline").read_bytes())
     again = PartProcesses(folder)
     assert again.is_running
     await until(lambda: again.has_said_ready)
