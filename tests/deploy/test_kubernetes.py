@@ -261,6 +261,14 @@ def test_the_model_is_where_the_executor_looks_for_it() -> None:
     assert all(path in mounts for path in re.findall(r"(?<=\s)/[a-z/]+", text))
 
 
+def test_gateways_have_the_tokenizer_by_which_prompts_find_their_cached_prefixes() -> None:
+    """Without it, `--routing cost` knows no tokens, and sends every prompt by its first bytes."""
+    gateway = WORKLOADS["gateway"]
+    assert gateway.flags["--model"] == WORKLOADS["scheduler"].flags["--model"] == "$(MODEL)"
+    assert {"configMapRef": {"name": "quire-model"}} in gateway.container["envFrom"]
+    assert {"name": "hub", "mountPath": "/cache/hub"} in gateway.container["volumeMounts"]
+
+
 def test_an_executor_that_crashes_keeps_what_it_has_downloaded() -> None:
     """The cache of the hub is a volume of the pod, so the group, which has no other pod, must not be recreated."""
     (group,) = (each["spec"]["leaderWorkerTemplate"] for each in base() if each["kind"] == "LeaderWorkerSet")
