@@ -74,6 +74,7 @@ class RequestChecker:
         self._seeds = self._check_seeds(self.resumption.seed if self.resumption else drawn_seed)
         self.outputs: tuple[ReceivedSequence, ...] = ()
         if self.resumption is not None:
+            fields.raise_violations()  # a wrong parameter is not one with which another server began the stream
             self.token_ids = self.resumption.prompt_token_ids
             num_results = self._beam.num_returned if self._beam else len(self._seeds)
             lengths = Lengths(self._min_tokens, self._max_tokens, self._ending_token_ids)

@@ -106,6 +106,14 @@ async def test_a_prompt_beyond_the_vocabulary_is_invalid(models: Models, receive
     assert list(error.violations) == ["resume.continuation.prompt.ids[1]"]
 
 
+async def test_a_wrong_parameter_is_invalid_and_not_that_of_another_server(models: Models, received: Messages) -> None:
+    asked = resumption(WHOLE, received)
+    asked.sampling.n = 1000
+    error = await refusal(models, asked)
+    assert isinstance(error, InvalidRequest)
+    assert list(error.violations) == ["sampling.n"]
+
+
 async def test_tokens_after_a_stop_string_are_invalid(models: Models, received: Messages) -> None:
     asked = resumption(WHOLE, received)
     change("sequences.0.token_ids", [9, 40, 41, 42, 43])(asked)
