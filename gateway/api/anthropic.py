@@ -21,7 +21,7 @@ from quire.v1 import tokenization_pb2
 COUNTED = {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"}
 """The fields of requests to count tokens."""
 
-KNOWN = COUNTED | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"}
+KNOWN = COUNTED | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "cache_salt"}
 IGNORED = {"metadata", "service_tier", "inference_geo"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),

@@ -18,6 +18,7 @@ from quire.v1 import generation_pb2 as pb
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "stream_options", "tools",
     "tool_choice", "parallel_tool_calls", "metadata", "top_logprobs", "include", "text", "store",
+    "cache_salt",
 }  # fmt: skip
 IGNORED = {
     "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",

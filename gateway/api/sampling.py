@@ -110,8 +110,7 @@ def shared_request(fields: Fields) -> pb.GenerateRequest:
         request.output.token_bytes = True
     if (priority := fields.integer("priority", -(2**31), 2**31 - 1)) is not None:
         request.priority = priority
-    if (salt := fields.text("cache_salt")) is not None:
-        request.cache_salt = salt
+    _set_cache_salt(fields, request)
     request.request_id = fields.text("request_id") or ""
     return request
 
@@ -125,7 +124,13 @@ def plain_request(fields: Fields, max_tokens: str) -> pb.GenerateRequest:
     request.sampling.n = 1  # a checkpoint's default could be another one
     if (bound := fields.integer(max_tokens)) is not None:
         request.stopping.max_tokens = bound
+    _set_cache_salt(fields, request)
     return request
+
+
+def _set_cache_salt(fields: Fields, request: pb.GenerateRequest) -> None:
+    if (salt := fields.text("cache_salt")) is not None:
+        request.cache_salt = salt
 
 
 def _set_number_of_sequences(fields: Fields, sampling: pb.SamplingParams) -> None:

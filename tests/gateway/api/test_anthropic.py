@@ -32,6 +32,10 @@ def test_scalar_fields_reach_the_scheduler() -> None:
     assert (list(request.stopping.stop), request.stopping.max_tokens) == (["x", "y"], 5)
 
 
+def test_a_message_can_keep_its_cached_prompt_to_itself() -> None:
+    assert parse(cache_salt="mine").cache_salt == "mine"
+
+
 def test_blocks_become_messages() -> None:
     request = parse(
         system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief.", **EPHEMERAL}],

@@ -36,6 +36,10 @@ def test_scalar_fields_reach_the_scheduler() -> None:
     assert (request.output.logprobs, request.output.token_bytes) == (3, True)
 
 
+def test_a_response_can_keep_its_cached_prompt_to_itself() -> None:
+    assert parse(cache_salt="mine").cache_salt == "mine"
+
+
 def test_a_conversation_becomes_a_chat() -> None:
     request = parse(
         instructions="Be brief.",
