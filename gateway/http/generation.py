@@ -104,7 +104,7 @@ class GenerationHandler:
             async for i, messages in _merged(parsed, streams):
                 for message in messages:
                     collector.add(i, message)
-            return web.json_response(text=to_json(collector.body()), headers={"X-Request-Id": head.id})
+            return web.json_response(text=to_json(collector.body()), headers=_id_headers(head.id))
         finally:
             for stream in streams:
                 stream.close()
@@ -120,7 +120,7 @@ class GenerationHandler:
     ) -> web.StreamResponse:
         """Writes the events. Errors before the first message are raised; later ones become an event."""
         chunks = parsed.chunks(head, echoes)
-        response = web.StreamResponse(headers=EVENT_HEADERS | {"X-Request-Id": head.id})
+        response = web.StreamResponse(headers=EVENT_HEADERS | _id_headers(head.id))
         if request.version < HttpVersion11:  # it has no chunks, so only the end of the connection ends the answer
             response.force_close()
         reader = Reader(request, response)
@@ -226,6 +226,11 @@ class _ChunkWriter:
     def take(self, message: pb.GenerateResponse) -> None:
         if text := self._chunks.encode(self._prompt, message):
             self._reader.write_now(text)
+
+
+def _id_headers(answer_id: str) -> dict[str, str]:
+    """Returns the id of an answer as OpenAI's clients read it, and as Anthropic's do."""
+    return {"X-Request-Id": answer_id, "Request-Id": answer_id}
 
 
 def caller_of(request: web.Request) -> Caller:

@@ -183,3 +183,12 @@ async def test_tokens_of_a_message_are_counted() -> None:
         ):
             answer = await rig.post("/v1/messages/count_tokens", body)
             assert (answer[0], answer[1]["type"], answer[1]["error"]["type"]) == (status, "error", kind)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_message_has_the_header_in_which_anthropics_clients_find_its_id(is_streamed: bool) -> None:
+    async with Rig() as rig:
+        async with rig.http.post("/v1/messages", json=MESSAGE | {"stream": is_streamed}) as response:
+            text = await response.text()
+    assert response.headers["Request-Id"].startswith("msg_")
+    assert f'"id":"{response.headers["Request-Id"]}"' in text
