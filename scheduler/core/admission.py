@@ -25,7 +25,7 @@ def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence
         if not _awaits_the_same(state, builder, sequence):
             prefix = state.cache.find_prefix(sequence)
             if not _awaits_prefix(state, builder, sequence, prefix):
-                return (sequence, prefix) if _has_room(state, sequence, prefix) else None
+                return (sequence, prefix) if has_room(state, sequence, prefix) else None
             builder.awaited.append((len(prefix), sequence.digests[len(prefix)]))
         state.waiting.set_aside(sequence)
     return None
@@ -82,14 +82,15 @@ def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequen
     )
 
 
-def _has_room(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> bool:
+def has_room(state: SchedulerState, sequence: Sequence, prefix: list[int], num_growing: int = 0) -> bool:
     """Returns whether there are blocks for all tokens the sequence has now, in addition to what running prompts need.
 
-    A sequence that was preempted too often needs blocks for all tokens it can ever have.
+    A sequence that was preempted too often needs blocks for all tokens it can ever have. `num_growing` decodes have
+    still to take a block.
     """
     num_promised = _num_worst_case_blocks(state, sequence) if _needs_guarantee(state, sequence) else 0
     num_needed = state.cache.num_blocks_to_admit(sequence, prefix, num_promised)
-    num_needed += sum(state.cache.num_blocks_to_prefill(other) for other in state.batch.prefilling)
+    num_needed += num_growing + sum(state.cache.num_blocks_to_prefill(other) for other in state.batch.prefilling)
     if state.batch.running:
         num_needed += state.cache.num_watermark_blocks
     return state.cache.can_admit(sequence, num_needed)

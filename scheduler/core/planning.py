@@ -13,7 +13,7 @@ these plans, which may end sequences.
 
 from operator import attrgetter
 
-from scheduler.core.admission import admit, next_to_admit
+from scheduler.core.admission import admit, has_room, next_to_admit
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.newcomers import may_pass
 from scheduler.core.kv_cache import Allocation
@@ -135,7 +135,9 @@ def _let_newcomer_pass(state: SchedulerState, builder: StepBuilder, growing: lis
     if batch.decided or waiting.paused_step_id == state.step_id:
         return False
     entry = next_to_admit(state, builder)
-    if entry is None or not may_pass(*entry, batch, waiting, state.cache, state.limits, state.costs, growing):
+    if entry is None or not has_room(state, *entry, num_growing=len(growing)):
+        return False
+    if not may_pass(*entry, batch, waiting, state.cache, state.limits, state.costs, growing):
         return False
     waiting.paused_step_id = builder.step.step_id
     batch.joined = batch.decoding.copy()  # the next plan resumes them

@@ -40,7 +40,7 @@ def may_pass(
 
     prefix       blocks that its prompt shares
     waiting      sequences in the queue, itself among them
-    growing      decodes whose next token needs a block, which the newcomer leaves to them
+    growing      decodes whose next token needs a block
 
     Samples that share a block, and have to copy it before they write, do not pause. Another sample that shares it could
     end during the pause. It would release the block with the plans in flight, which are committed before the copy.
@@ -48,8 +48,6 @@ def may_pass(
     if not costs.token_s or any(sequence.account is newcomer.account for sequence in batch.running):
         return False
     if any(sequence.num_planned_tokens % cache.block_size for sequence in growing):
-        return False
-    if cache.num_blocks_to_admit(newcomer, prefix) > cache.num_available_blocks() - len(growing):
         return False
     num_cached = len(prefix) * cache.block_size
     own_s = costs.step_s + _prompt_s(costs, newcomer, num_cached, newcomer.num_tokens - num_cached)

@@ -70,6 +70,21 @@ def test_samples_that_have_to_copy_a_block_first_do_not_pause(prompt: int, num_s
     assert plan.num_sequences == num_sequences
 
 
+def test_a_newcomer_leaves_their_next_blocks_to_the_decodes_that_pause() -> None:
+    """It reserves all the blocks that are free. If it passed, a sample would be preempted for lack of one."""
+    scheduler = scheduler_of(limits(max_in_flight=1, max_num_batched_tokens=256, max_preemptions=0), 41)
+    scheduler.add(request(1, "greedy", prompt=5, output=55, n=2))
+    decoding = scheduler.state.batch.decoding
+    while not decoding or decoding[0].num_planned_tokens % BLOCK_SIZE:
+        step(scheduler)
+    scheduler.set_costs(COSTS)
+    num_free = scheduler.state.cache.num_available_blocks()
+    scheduler.add(request(100, "modest", prompt=3, output=num_free * BLOCK_SIZE - 2))
+    assert step(scheduler) == ["greedy"] * 2
+    assert step(scheduler) == ["greedy"] * 2
+    assert scheduler.state.counters.num_preemptions == 0
+
+
 def test_a_newcomer_passes_before_the_next_piece_of_a_long_prompt() -> None:
     scheduler = scheduler_of(limits(max_num_batched_tokens=64))
     scheduler.set_costs(COSTS)
