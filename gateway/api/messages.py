@@ -133,12 +133,19 @@ def _tool(tool: Fields) -> Tool:
     return Tool(name, None if schema is None else schema.values, function.flag("strict"))
 
 
+def add_effort(fields: Fields, name: str, chat: pb.ChatPrompt) -> str | None:
+    """Makes a field the variable `reasoning_effort` of the chat template. Templates without it do not change."""
+    effort = fields.text(name)
+    if effort is not None:
+        chat.template_arguments["reasoning_effort"] = json.dumps(effort)
+    return effort
+
+
 def add_template_options(fields: Fields, chat: pb.ChatPrompt) -> None:
     """Adds `chat_template_kwargs`, `reasoning_effort`, `continue_final_message` and `add_generation_prompt`."""
     for name, value in fields.few_entries("chat_template_kwargs", MAX_TEMPLATE_ARGUMENTS).items():
         chat.template_arguments[fields.check_text("chat_template_kwargs", name)] = json.dumps(value)
-    if (effort := fields.text("reasoning_effort")) is not None:
-        chat.template_arguments["reasoning_effort"] = json.dumps(effort)  # templates without it do not change
+    add_effort(fields, "reasoning_effort", chat)
     is_continued = fields.flag("continue_final_message")
     begins_answer = fields.flag("add_generation_prompt", default=not is_continued)
     if is_continued and begins_answer:

@@ -6,7 +6,7 @@ from typing import Any
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import MAX_SHOWN, Fields, shown
 from gateway.api.json_values import is_writable
-from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool, is_json_object
+from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_effort, add_plain_tool, is_json_object
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
@@ -17,7 +17,7 @@ from quire.v1 import generation_pb2 as pb
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "stream_options", "tools",
-    "tool_choice", "parallel_tool_calls", "metadata", "top_logprobs", "include", "text", "store",
+    "tool_choice", "parallel_tool_calls", "metadata", "top_logprobs", "include", "text", "store", "reasoning",
     "cache_salt",
 }  # fmt: skip
 IGNORED = {
@@ -26,7 +26,6 @@ IGNORED = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
-    "reasoning": ({},),
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -84,6 +83,7 @@ def parse_response(body: object) -> ParsedRequest:
             "safety_identifier": fields.text("safety_identifier"),
             "prompt_cache_key": fields.text("prompt_cache_key"),
             "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
+            "reasoning": _add_reasoning(fields, request.chat),
             "temperature": fields.number("temperature"),
             "text": {"format": _format_of(fields)},
             "tool_choice": fields.get("tool_choice") or "auto",
@@ -130,6 +130,15 @@ def _add_logprobs(fields: Fields, request: pb.GenerateRequest) -> bool:
     elif num_top:
         fields.add_problem("top_logprobs", f"is allowed only if include has {LOGPROBS}")
     return has_logprobs
+
+
+def _add_reasoning(fields: Fields, chat: pb.ChatPrompt) -> dict[str, str | None]:
+    """Reads `reasoning`. Returns what the answer repeats. Thoughts are shown whole, so there is no summary of them."""
+    reasoning, effort = fields.nested("reasoning"), None
+    if reasoning is not None:
+        reasoning.check_names({"effort"}, {"summary": ("auto",), "generate_summary": ("auto",)})
+        effort = add_effort(reasoning, "effort", chat)
+    return {"effort": effort, "summary": None}
 
 
 def _add_text(fields: Fields, request: pb.GenerateRequest) -> dict[str, str]:

@@ -88,7 +88,6 @@ class Answer:
             "model": self.head.model,
             "output": output,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
             "store": False,
             "truncation": "disabled",
             "usage": self._usage() if has_ended else None,

@@ -130,7 +130,10 @@ def test_a_thought_comes_with_what_the_assistant_has_written_after_it() -> None:
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "low", "summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"depth": 3}}, "reasoning.depth"),
+        ({"reasoning": "high"}, "reasoning"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"colour": "red"}, "colour"),
@@ -151,6 +154,11 @@ def test_values_that_change_nothing_are_accepted() -> None:
 def test_a_null_within_an_object_is_an_absent_field() -> None:
     assert parse(reasoning={"effort": None}) == parse(reasoning={"effort": None, "summary": None}) == parse()
     assert parse(metadata={"a": None}) == parse()
+
+
+def test_the_effort_of_reasoning_is_a_variable_of_the_template() -> None:
+    request = parse(reasoning={"effort": "low", "summary": "auto"})
+    assert dict(request.chat.template_arguments) == {"reasoning_effort": '"low"'}
 
 
 def test_empty_instructions_are_no_message() -> None:
