@@ -93,7 +93,7 @@ _BUG = _Form(500, "server_error", "internal_error")
 
 
 def unavailable(message: str) -> ApiError:
-    """Returns the error of a request that this gateway cannot serve now."""
+    """Returns the error of a request that cannot be served now, here or by a scheduler."""
     form = _FORMS[UnavailableError]
     return ApiError(message, status=form.status, kind=form.kind, code=form.code, retry_after_s=1)
 
@@ -113,6 +113,8 @@ def from_quire_error(error: QuireError, names: Mapping[str, str]) -> ApiError:
             code="rate_limit_exceeded",
             retry_after_s=error.retry_after_s,
         )
+    if isinstance(error, UnavailableError):
+        return unavailable(error.message)
     form = _FORMS.get(type(error), _BUG)
     param = "messages" if form.code == "context_length_exceeded" and names.get("prompt") == "messages" else None
     message = error.message

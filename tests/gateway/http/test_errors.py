@@ -48,7 +48,7 @@ async def test_statuses(failure: Failure, status: int, kind: str, code: str | No
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
     assert str(failure) in body["error"]["message"]
-    assert retry_after == ("3" if status == 429 else None)
+    assert retry_after == {429: "3", 503: "1"}.get(status)
 
 
 @pytest.mark.parametrize(

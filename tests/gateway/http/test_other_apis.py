@@ -150,7 +150,7 @@ async def test_an_answer_without_text_has_one_empty_part(path: str, body: dict[s
 
 
 async def test_errors_have_the_form_of_their_api() -> None:
-    async with Rig(key="right") as rig:
+    async with Rig(key="right", own_key="right") as rig:
         status, body = await rig.post("/v1/messages", MESSAGE | {"max_tokens": "x"})
         assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
         assert "max_tokens" in body["error"]["message"]
