@@ -179,7 +179,7 @@ def is_expected(feature: str, result: Any, expected: dict[str, Any]) -> bool:
             return len(pieces) > 1 and "".join(pieces) == expected[feature]
         case "log-probabilities":
             return b"".join(map(bytes, result)).decode() == expected["chat"]
-        case "tool call" | "tool call, streamed" | "named tool":
+        case "tool call" | "tool call, streamed" | "named tool" | "tool runner":
             name, arguments, reason = result
             return (name, reason) == ("weather", "tool_calls") and arguments in ({"city": "Rome"}, {"city": "Paris"})
         case "tools and results":

@@ -1,9 +1,9 @@
 """The package `anthropic`. It has no parameter for the temperature, which the server takes all the same."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 from common import (
     ADDRESS,
     CHAT,
@@ -64,6 +64,21 @@ def call_of(answer: Any) -> list[Any]:
     return [block.name, block.input, "tool_calls" if answer.stop_reason == "tool_use" else answer.stop_reason]
 
 
+def tool_runner() -> list[Any]:
+    """Returns what the library's own loop called, until it has sent the result of the call and has its answer."""
+    calls = []
+
+    @beta_tool
+    def weather(city: Literal["Paris", "Rome"]) -> str:
+        """Tells the weather."""
+        calls.append({"city": city})
+        return "sunny"
+
+    forced = {"tools": [weather], "tool_choice": FORCED["tool_choice"], "max_tokens": 200}
+    *_, last = client.beta.messages.tool_runner(**{"messages": CHAT, "max_iterations": 2} | GREEDY | forced)
+    return ["weather", calls[0], "tool_calls" if last.stop_reason == "tool_use" else last.stop_reason]
+
+
 def streamed(**fields: Any) -> Any:
     return client.messages.stream(**{"messages": CHAT} | GREEDY | fields)
 
@@ -108,6 +123,7 @@ run(
         "tool call": lambda: call_of(message(**FORCED)),
         "tool call, streamed": streamed_call,
         "named tool": lambda: call_of(message(**NAMED)),
+        "tool runner": tool_runner,
         "models": lambda: [model.id for model in client.models.list()],
         "structured output": parsed,
         "bad request": lambda: text(extra_body={"temperature": -1}),
