@@ -1,8 +1,9 @@
 """The messages of one request. The stream continues by itself after its scheduler has died.
 
 A scheduler that refuses a request because of its own state, because it is full or draining, is passed over: the request
-goes to the others that are ready, once to each, before its client gets an error. Refusals that concern the request or a
-limit of its tenant are final, and so is every refusal after the first message.
+goes to the others that are ready, once to each, before its client gets an error. So does a stream that has begun, and
+goes on, with another model or other defaults than this scheduler's. Refusals that concern the request or a limit of its
+tenant are final, and so are all others after the first message.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gateway.schedulers.shared_call import StreamMoved
-from quire.errors import QueueFullError, QuireError, UnavailableError
+from quire.errors import OtherModelError, QueueFullError, QuireError, UnavailableError
 from quire.status import is_lost_connection
 from quire.tries import ServerContact, Tries
 from quire.v1 import generation_pb2 as pb
@@ -168,6 +169,8 @@ class GenerationStream:
 
     def _other_scheduler(self, error: QuireError) -> Scheduler | None:
         """Returns the next scheduler for a request that was refused; None if it is not to be sent to another one."""
+        if isinstance(error, OtherModelError):
+            return self._route.next()
         if self._has_begun or not _is_of_scheduler(error):
             return None
         self._refusals.append(error)

@@ -105,6 +105,38 @@ async def test_a_full_queue_at_the_next_scheduler_is_a_pause(is_moved: bool) -> 
         assert len(second.opened) == 2
 
 
+@pytest.mark.parametrize("num_others", [1, 2])
+@pytest.mark.parametrize("is_moved", [True, False])
+async def test_a_stream_passes_over_schedulers_with_other_defaults(is_moved: bool, num_others: int) -> None:
+    """As in an upgrade of one replica after the other, with another generation_config.json."""
+    refusing: set[FakeScheduler] = set()
+    async with ReportRig(3) as rig:
+        await rig.watched()
+        streaming, first, others = await rig.begun(100)
+        await asyncio.sleep(0.1)
+        for fake in others:
+
+            async def answer(request: pb.GenerateRequest, fake: FakeScheduler = fake) -> Answer:
+                if len(refusing) < num_others:
+                    refusing.add(fake)
+                    raise Failure(grpc.StatusCode.FAILED_PRECONDITION, "the server has other defaults")
+                async for message in fake.words(request):
+                    yield message
+
+            fake.answer = answer
+        if is_moved:
+            rig.report(first, DRAINS)
+        else:
+            await first.stop()
+        found = await streaming
+        assert [len(fake.opened) for fake in others] == [1, 1]
+        assert len(refusing) == num_others
+        if num_others == 1:
+            assert content(found) == "".join(f"w{i} " for i in range(100))
+        else:
+            assert "other defaults" in found[-1]["error"]["message"]
+
+
 async def test_a_stream_moves_again_after_its_first_scheduler_has_left() -> None:
     async with ReportRig(3, can_change=True) as rig:
         await rig.watched()
