@@ -71,10 +71,14 @@ class HostedPart:
         self._processes.start(record, environment=environment, dies_with_parent=self._dies_with_parent)
 
     def status(self) -> PartStatus | None:
-        """Returns the state of the last incarnation; None if there was none. Takes a few seconds at most."""
+        """Returns the state of the last incarnation; None if there was none. Takes a few seconds at most.
+
+        Also keeps the log from filling the disk.
+        """
         record = self._processes.record
         if record is None:
             return None
+        self._processes.shorten_log()
         state, load = self._state(record.http), None
         record = self._processes.record or record
         if self.part.role is Role.SCHEDULER and state is State.READY:

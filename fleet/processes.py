@@ -11,6 +11,7 @@ gives numbers away again. Each part leads a session of its own; it has ended whe
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 from quire.command import lifeline
 
 _MAX_TAIL_BYTES = 4096
+_MAX_LOG_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class PartProcesses:
         record = replace(record, boot=_boot_id())
         self._write(record)
         behind = lifeline() if dies_with_parent else ()
-        with open(self.folder / "out", "wb") as out, open(self.folder / "log", "wb") as log:
+        with open(self.folder / "out", "wb") as out, open(self.folder / "log", "ab") as log:
             try:
                 self._process = subprocess.Popen(
                     (*behind, *record.command),
@@ -173,6 +175,15 @@ class PartProcesses:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _MAX_TAIL_BYTES))
             return log.read().decode(errors="replace")
         return ""
+
+    def shorten_log(self) -> None:
+        """Moves what is in the log to `log.1` if it is long. Lines that are written meanwhile can be lost."""
+        log = self.folder / "log"
+        with suppress(OSError):
+            if log.stat().st_size > _MAX_LOG_BYTES:
+                with suppress(OSError):  # on a full disk, the log is given up
+                    shutil.copyfile(log, self.folder / "log.1")
+                os.truncate(log, 0)  # the process appends to it
 
     def _send(self, number: signal.Signals) -> None:
         record = self.record

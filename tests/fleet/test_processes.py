@@ -275,3 +275,20 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, mo
     processes.write_atomically(path, "new")
     assert on_disk == [("old", "new")]
     assert path.read_text() == "new"
+
+
+async def test_a_log_does_not_fill_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_MAX_LOG_BYTES", 1000)
+    script = (
+        "import sys, time; write = lambda text: print(text, file=sys.stderr, flush=True)\n"
+        f"write('a' * 2000)\nwhile not __import__('os').path.exists({str(folder / 'log.1')!r}): time.sleep(0.01)\n"
+        "time.sleep(0.2); write('b' * 500); time.sleep(600)"
+    )
+    part = started(folder, script)
+    await until(lambda: part.tail().endswith("a\n"))
+    assert not (folder / "log.1").exists()
+    part.shorten_log()
+    assert (folder / "log.1").read_text() == "a" * 2000 + "\n"
+    await until(lambda: (folder / "log").read_text() == "b" * 500 + "\n")
+    part.shorten_log()
+    assert part.tail() == "b" * 500 + "\n"
