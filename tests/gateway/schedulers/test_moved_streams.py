@@ -108,7 +108,7 @@ async def test_a_full_queue_at_the_next_scheduler_is_a_pause(is_moved: bool) -> 
 @pytest.mark.parametrize("num_others", [1, 2])
 @pytest.mark.parametrize("is_moved", [True, False])
 async def test_a_stream_passes_over_schedulers_with_other_defaults(is_moved: bool, num_others: int) -> None:
-    """As in an upgrade of one replica after the other, with another generation_config.json."""
+    """Replicas have other defaults than each other while an upgrade replaces them one after the other."""
     refusing: set[FakeScheduler] = set()
     async with ReportRig(3) as rig:
         await rig.watched()
