@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.api import anthropic
 from gateway.api.errors import from_quire_error, unavailable
+from gateway.api.models import model_list
 from gateway.api.tokens import NAMES, parse_detokenize, parse_tokenize, tokenized, tokenizer_info
 from gateway.http.generation import authorization_of
 from gateway.metrics import CONTENT_TYPE
@@ -64,7 +65,7 @@ class Pages:
             cards = await self._models.cards(authorization_of(request))
         except QuireError as error:
             raise from_quire_error(error, {}) from None
-        return web.json_response({"object": "list", "data": cards})
+        return web.json_response(model_list(cards))
 
     async def show_model(self, request: web.Request) -> web.Response:
         try:

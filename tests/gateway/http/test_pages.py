@@ -1,6 +1,7 @@
 """Models, tokens, health, version and metrics."""
 
 import asyncio
+from datetime import datetime
 
 import pytest
 
@@ -23,6 +24,9 @@ async def test_models() -> None:
         "max_model_len": 512,
     }
     assert one == (200, card)
+    assert (card["type"], card["display_name"]) == ("model", MODEL)
+    assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+    assert (body["first_id"], body["last_id"], body["has_more"]) == (MODEL, MODEL, False)
 
 
 async def test_tokenize_and_detokenize() -> None:
