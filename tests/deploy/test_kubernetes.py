@@ -199,6 +199,10 @@ def test_prometheus_scrapes_every_workload() -> None:
     (monitor,) = (each for each in base() if each["kind"] == "PodMonitor")
     ports = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
     assert all(ports & workload.ports.keys() for workload in WORKLOADS.values())
+    (silent,) = (rule for rule in rules() if rule.get("alert") == "QuireExecutorSilent")
+    (longest_s,) = re.findall(r"silence_seconds:min > (\d+)", silent["expr"])
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        assert int(endpoint["interval"].removesuffix("s")) * 2 <= int(longest_s), "the silence between scrapes counts"
     assert monitor["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/part-of": "quire"}
     kustomization = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text(encoding="utf-8"))
     assert kustomization["labels"] == [{"pairs": {"app.kubernetes.io/part-of": "quire"}, "includeTemplates": True}]

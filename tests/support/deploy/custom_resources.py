@@ -54,6 +54,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
                 "items": _object(
                     port=_TEXT,
                     path=_TEXT,
+                    interval={"type": "string", "pattern": r"^[0-9]+(ms|s|m|h)$"},
                     scheme={"enum": ["http", "https", "HTTP", "HTTPS"]},
                     authorization=_object(type=_TEXT, credentials=_SECRET_KEY),
                     tlsConfig=_object(serverName=_TEXT, ca=_object(secret=_SECRET_KEY)),
