@@ -44,6 +44,9 @@ A write fails for no other reason."""
 _OTHER_HOST = "call host does not match SSL server name"
 """The message with which gRPC refuses a call before it sends it. The status is that of a wrong key."""
 
+_NEVER_CONNECTED = "failed to connect"
+"""The beginning of gRPC's message if there was no connection, whatever it says of the last attempt."""
+
 _LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "broken pipe", "goaway", "cancelling all")
 """Words of gRPC's messages about a connection that was open; the status is the same as for a server that is absent."""
 
@@ -51,7 +54,7 @@ _LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "brok
 def is_lost_connection(error: UnavailableError) -> bool:
     """Returns whether the call had a connection, which is lost now. False for a message that is not known."""
     message = error.message.lower()
-    return any(words in message for words in _LOST_CONNECTION)
+    return not message.startswith(_NEVER_CONNECTED) and any(words in message for words in _LOST_CONNECTION)
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:

@@ -1,6 +1,8 @@
 """The exceptions for the statuses of calls that really end that way."""
 
 import asyncio
+import socket
+import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,24 @@ async def test_a_server_that_ends_while_requests_are_sent_is_a_lost_connection()
             await writing
         assert isinstance(error, UnavailableError), error
         assert is_lost_connection(error)
+
+
+async def test_a_connection_that_never_opened_is_none_that_was_lost() -> None:
+    """As behind a proxy without a server: the request has ended no process, so it is not tried for a minute."""
+
+    async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        writer.transport.abort()
+
+    proxy = await asyncio.start_server(reset, "127.0.0.1", 0)
+    port = proxy.sockets[0].getsockname()[1]
+    async with proxy, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        error = from_rpc_error(await end_of_call(GenerationStub(channel).GenerateMany()))
+    assert isinstance(error, UnavailableError), error
+    assert "reset" in error.message
+    assert not is_lost_connection(error)
 
 
 async def test_a_bug_of_the_server_is_none() -> None:
