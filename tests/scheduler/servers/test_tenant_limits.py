@@ -205,7 +205,7 @@ async def test_a_request_that_would_miss_its_deadline(checkpoint: Checkpoint, tm
         core = served.engine.core
         assert core is not None
         served.engine._waits.predicted_s = (  # type: ignore[method-assign]
-            lambda core, tenant, max_tokens: 600.0 if tenant == "busy" else 0.0
+            lambda core, tenant, max_tokens, priority: 600.0 if tenant == "busy" else 0.0
         )
         async with entries.in_the_queue("grpc", "busy", 2):
             was_served, retry_s = await entries.ask_grpc("busy", timeout_s=60)
