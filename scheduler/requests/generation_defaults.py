@@ -37,16 +37,18 @@ class GenerationDefaults:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, tokenizer_eos_token_id: int | None = None) -> "GenerationDefaults":
-        """Reads generation_config.json. EOS ids come from there, or from config.json, or from the tokenizer.
+        """Reads generation_config.json. EOS ids come from there, or from config.json, and always from the tokenizer.
 
-        Raises CheckpointError for values that a request could not have either.
+        Models that were trained on chats often keep the ids of their base model in the files, and only their tokenizer
+        names the token that ends an answer. Raises CheckpointError for values that a request could not have either.
         """
         config = _Values(checkpoint, "generation_config.json")
         eos_token_ids = config.token_ids("eos_token_id")
         if eos_token_ids is None:
             eos_token_ids = _Values(checkpoint, "config.json").token_ids("eos_token_id")
-        if eos_token_ids is None:
-            eos_token_ids = () if tokenizer_eos_token_id is None else (tokenizer_eos_token_id,)
+        eos_token_ids = eos_token_ids or ()
+        if tokenizer_eos_token_id is not None and tokenizer_eos_token_id not in eos_token_ids:
+            eos_token_ids += (tokenizer_eos_token_id,)
         values = {param.name: config.number(param) for param in SAMPLING_PARAMS if param.in_checkpoint}
         sampling = {name: value for name, value in values.items() if value is not None}
         return cls(sampling, eos_token_ids)

@@ -27,16 +27,23 @@ def test_without_files_only_the_tokenizer_counts(tmp_path: Path) -> None:
 def test_values_do_not_depend_on_do_sample(tmp_path: Path) -> None:
     sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
     config = sampling | {"do_sample": False, "eos_token_id": 3}
-    assert load(tmp_path, config) == GenerationDefaults(sampling, (3,))
+    assert load(tmp_path, config) == GenerationDefaults(sampling, (3, 9))
 
 
 def test_null_counts_as_absent(tmp_path: Path) -> None:
     config = {"temperature": None, "top_p": None, "top_k": None, "eos_token_id": None}
-    assert load(tmp_path, config, {"eos_token_id": [4, 5]}) == GenerationDefaults(eos_token_ids=(4, 5))
+    assert load(tmp_path, config, {"eos_token_id": [4, 5]}) == GenerationDefaults(eos_token_ids=(4, 5, 9))
 
 
 def test_eos_ids_of_generation_config_take_precedence(tmp_path: Path) -> None:
-    assert load(tmp_path, {"eos_token_id": [1, 2]}, {"eos_token_id": 4}).eos_token_ids == (1, 2)
+    assert load(tmp_path, {"eos_token_id": [1, 2]}, {"eos_token_id": 4}).eos_token_ids == (1, 2, 9)
+
+
+def test_the_eos_token_of_the_tokenizer_always_ends_a_text(tmp_path: Path) -> None:
+    """A base model's id, which generation_config.json keeps, does not end the answers of a model trained on chats."""
+    assert load(tmp_path, {"eos_token_id": 2}).eos_token_ids == (2, 9)
+    assert load(tmp_path, {"eos_token_id": [9, 2]}).eos_token_ids == (9, 2)
+    assert GenerationDefaults.load(Checkpoint(tmp_path)).eos_token_ids == (9, 2)
 
 
 def test_values_that_only_files_have(tmp_path: Path) -> None:
