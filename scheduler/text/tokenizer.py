@@ -204,7 +204,14 @@ def _add_listed_tokens(tokenizer: FastTokenizer, checkpoint: Checkpoint) -> None
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
-    named = checkpoint.json_object("special_tokens_map.json") | checkpoint.json_object("tokenizer_config.json")
+    """Returns the special tokens by role, from the file that transformers goes by.
+
+    Without added_tokens_decoder, which older checkpoints lack, special_tokens_map.json counts before
+    tokenizer_config.json; with it, it is not read.
+    """
+    named = checkpoint.json_object("tokenizer_config.json")
+    if "added_tokens_decoder" not in named:
+        named |= checkpoint.json_object("special_tokens_map.json")
     tokens = {}
     for role in SPECIAL_TOKENS:
         token = named.get(role)

@@ -124,6 +124,23 @@ def test_load_reads_special_tokens(checkpoint: Checkpoint, byte_level: FastToken
     tokenizer.close()
 
 
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("config", [{"eos_token": "<s>"}, {"eos_token": None}, {}])
+def test_the_file_that_names_the_special_tokens_is_that_of_transformers(
+    checkpoint: Checkpoint, config: dict[str, object], is_listed: bool
+) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    if is_listed:
+        config["added_tokens_decoder"] = {"0": {"content": "<s>", "special": True}}
+    (checkpoint.directory / "tokenizer_config.json").write_text(json.dumps(config))
+    named = {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>"}
+    (checkpoint.directory / "special_tokens_map.json").write_text(json.dumps(named))
+    (checkpoint.directory / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.special_tokens == AutoTokenizer.from_pretrained(checkpoint.directory).special_tokens_map
+    tokenizer.close()
+
+
 async def test_tokens_are_read_from_tokenizer_config(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
     """Some checkpoints were saved with a tokenizer.json without the tokens that were added last."""
     first = byte_level.get_vocab_size()
