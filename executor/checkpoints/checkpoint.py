@@ -22,6 +22,8 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
+# Repositories of Mistral have all weights twice, the second time with names of their own. Folders have other weights.
+_UNREAD = ("consolidated*.safetensors", "*/*.safetensors")
 
 
 def locate(model: str, revision: str | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
@@ -42,7 +44,8 @@ def _download(model: str, revision: str | None, say: Callable[[str], None]) -> P
 
     try:
         with saying_progress(model, say):
-            return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
+            wanted, unread = list(_WANTED), list(_UNREAD)
+            return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unread))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{model}: no such directory, and not found on the hub: {reason}") from None

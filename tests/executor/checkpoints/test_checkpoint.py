@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from executor.checkpoints.checkpoint import Checkpoint, locate, weight_files
@@ -57,18 +58,32 @@ def test_a_file_in_place_of_a_directory_is_rejected(directory) -> None:
         locate(str(directory / "config.json"))
 
 
+IN_REPOSITORY = {
+    "config.json": True,
+    "chat_template.jinja": True,
+    "additional_chat_templates/tool_use.jinja": True,
+    "model-00001-of-00002.safetensors": True,
+    "model.safetensors.index.json": True,
+    "tokenizer.json": True,
+    "consolidated.safetensors": False,  # the same weights once more
+    "consolidated-00001-of-00002.safetensors": False,
+    "checkpoint-500/model.safetensors": False,
+    "pytorch_model.bin": False,
+    "modeling.py": False,
+}
+"""Files as in repositories of the hub, and whether the executor needs them."""
+
+
 def test_a_hub_id_is_downloaded(directory, monkeypatch) -> None:
     asked = []
 
-    def snapshot_download(repo_id, revision, allow_patterns):
-        asked.append((repo_id, revision))
-        assert "*.safetensors" in allow_patterns
-        assert not any("bin" in pattern or "py" in pattern for pattern in allow_patterns)
+    def snapshot_download(repo_id, revision, **patterns):
+        asked.append((repo_id, revision, list(filter_repo_objects(IN_REPOSITORY, **patterns))))
         return str(directory)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert locate("someone/some-model", "v2") == directory
-    assert asked == [("someone/some-model", "v2")]
+    assert asked == [("someone/some-model", "v2", [name for name, is_read in IN_REPOSITORY.items() if is_read])]
 
 
 def test_the_progress_of_a_download_is_reported_while_files_grow(tmp_path, monkeypatch) -> None:
