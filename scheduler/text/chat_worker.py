@@ -35,13 +35,16 @@ from .worker_pipe import read_message, write_answer
 
 
 class GenerationBlock(Extension):
-    """Renders `{% generation %}…{% endgeneration %}`, which marks text for training, as its content."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks text for training, as its content.
+
+    As in transformers, a variable that is set in it is gone after it.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def to_json(

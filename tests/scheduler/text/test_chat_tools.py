@@ -115,7 +115,15 @@ def expected(template: str, chat: Chat, **options: Any) -> str:
     return texts[0]
 
 
-@pytest.mark.parametrize("template", [HERMES, LLAMA3, MISTRAL])
+TRAINING = """
+{%- for message in messages %}{% set end = '|' %}{% set ns = namespace(n=0) %}
+    {%- generation %}{% set end = '!' %}{% set ns.n = loop.index %}{{ message.content }}{{ end }}{% endgeneration %}
+    {{- end }}{{ ns.n }}
+{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA3, MISTRAL, TRAINING])
 async def test_templates_receive_what_transformers_gives_them(template: str) -> None:
     async with renderer(template) as tested:
         assert await tested.render(CHAT) == expected(template, CHAT, add_generation_prompt=True)
