@@ -35,8 +35,6 @@ keeps the interpreter lock for 7 ms if it has as many."""
 
 NUM_THREADS = 2
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 T = TypeVar("T")
 Encode = Callable[[FastTokenizer, str, int | None], list[int]]
@@ -207,16 +205,17 @@ def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
     """Returns the special tokens by role, from the file that transformers goes by.
 
     Without added_tokens_decoder, which older checkpoints lack, special_tokens_map.json counts before
-    tokenizer_config.json; with it, it is not read.
+    tokenizer_config.json; with it, it is not read. A checkpoint may have roles of its own, which its template knows.
     """
     named = checkpoint.json_object("tokenizer_config.json")
     if "added_tokens_decoder" not in named:
         named |= checkpoint.json_object("special_tokens_map.json")
+    if isinstance(own := named.get("extra_special_tokens"), dict):
+        named = own | named
     tokens = {}
-    for role in SPECIAL_TOKENS:
-        token = named.get(role)
+    for role, token in named.items():
         if isinstance(token, dict):  # an added token with its flags
             token = token.get("content")
-        if isinstance(token, str):
+        if isinstance(token, str) and role.endswith("_token"):
             tokens[role] = token
     return tokens

@@ -141,6 +141,17 @@ def test_the_file_that_names_the_special_tokens_is_that_of_transformers(
     tokenizer.close()
 
 
+def test_roles_of_the_checkpoint_itself_are_read(checkpoint: Checkpoint) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "end_token": "<|user|>"}
+    config |= {"add_bos_token": True, "added_tokens_decoder": {}, "bos_token": None}
+    config |= {"extra_special_tokens": {"think_token": "<|assistant|>", "tool_token": "<s>"}}
+    (checkpoint.directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint.directory / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.special_tokens == AutoTokenizer.from_pretrained(checkpoint.directory).special_tokens_map
+    tokenizer.close()
+
+
 async def test_tokens_are_read_from_tokenizer_config(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
     """Some checkpoints were saved with a tokenizer.json without the tokens that were added last."""
     first = byte_level.get_vocab_size()
