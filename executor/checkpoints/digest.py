@@ -1,7 +1,8 @@
 """Reads all files of a model's weights beside their loading: checks them, and makes the digest that identifies them.
 
-The digest covers config.json and the contents of each safetensors file, so a scheduler notices when other weights have
-the same name, even if a single number differs. Files whose digests are known (`quire.checksums`) are compared.
+The digest covers config.json and the contents of each safetensors file that is loaded, so a scheduler notices when
+other weights have the same name, even if a single number differs. Files whose digests are known (`quire.checksums`) are
+compared, also those that are not loaded.
 """
 
 import hashlib
@@ -46,7 +47,8 @@ class WeightsCheck:
         if not (directory / "config.json").is_file():
             raise CheckpointError(f"{directory}: no config.json")
         large = [path for path in self._known if path.suffix == ".safetensors"]
-        for path in [] if is_random else sorted({*large, *weight_files(directory)}):
+        self._loaded = frozenset[Path]() if is_random else frozenset(weight_files(directory))
+        for path in [] if is_random else sorted({*large, *self._loaded}):
             self._digests[path] = self._threads.submit(self._read, path)
 
     def __enter__(self) -> Self:
@@ -66,15 +68,16 @@ class WeightsCheck:
         """Waits for the check. Returns the digest of the weights as 64 hexadecimal digits. Raises CheckpointError."""
         whole = hashlib.sha256(b"random" if self._is_random else b"safetensors")
         _add(whole, (self._directory / "config.json").read_bytes())
-        for name, found in self._results():
-            _add(whole, name.encode())
-            _add(whole, found.encode())
+        for path, found in self._results():
+            if path in self._loaded:
+                _add(whole, path.name.encode())
+                _add(whole, found.encode())
         return whole.hexdigest()
 
-    def _results(self) -> list[tuple[str, str]]:
-        """Waits for the check. Returns name and digest of each file. Raises CheckpointError."""
+    def _results(self) -> list[tuple[Path, str]]:
+        """Waits for the check. Returns the digest of each file. Raises CheckpointError."""
         try:
-            return [(path.name, digest.result()) for path, digest in self._digests.items()]
+            return [(path, digest.result()) for path, digest in self._digests.items()]
         except ChecksumError as error:
             raise CheckpointError(str(error)) from None
 

@@ -16,6 +16,7 @@ from executor.checkpoints.digest import WeightsCheck
 from executor.errors import CheckpointError
 from quire.checksums import MANIFEST, write_manifest
 from tests.support.executor.checkpoints import make_checkpoint
+from tests.support.hub import as_snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,15 @@ def test_a_copy_has_the_same_digest_and_random_weights_another(directory: Path, 
 
 def test_a_manifest_does_not_change_the_digest(directory: Path) -> None:
     before = weights_digest(directory)
+    write_manifest(directory)
+    assert weights_digest(directory) == before
+
+
+def test_weights_that_are_not_loaded_do_not_change_the_digest(directory: Path, tmp_path: Path) -> None:
+    """An older download of a repository of Mistral has all weights once more."""
+    before = weights_digest(as_snapshot(directory, tmp_path / "new"))
+    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
+    assert weights_digest(as_snapshot(directory, tmp_path / "old")) == before
     write_manifest(directory)
     assert weights_digest(directory) == before
 
