@@ -8,52 +8,56 @@ with quire.Client() as client:
 The folder also has what the services share, such as logs, addresses and TLS, the generated stubs, and the command line.
 """
 
-from quire.async_client import AsyncClient, AsyncEventStream
-from quire.block_map import (
-    Block,
-    BlockMap,
-    BlockState,
-    PoolSummary,
-    RunningSequence,
-    ServerInfo,
-    ServerState,
-    Sharing,
-    StepTrace,
-    Waste,
-)
-from quire.client import Client, EventStream
-from quire.errors import (
-    CapacityExceededError,
-    DeadlineExceededError,
-    InternalError,
-    InvalidRequestError,
-    LimitExceededError,
-    OtherModelError,
-    PermissionDeniedError,
-    QueueFullError,
-    QuireError,
-    RequestCancelledError,
-    UnauthenticatedError,
-    UnavailableError,
-)
-from quire.events import (
-    ChatMessage,
-    ChatMessageDict,
-    CompletedSequence,
-    Completion,
-    Delta,
-    Event,
-    Finished,
-    FinishReason,
-    Prompt,
-    PromptLogprobs,
-    Started,
-    TokenLogprob,
-    TokenLogprobs,
-    Usage,
-)
-from quire.options import GenerateOptions
-from quire.tls import TlsError, TlsFiles
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.async_client import AsyncClient, AsyncEventStream
+    from quire.block_map import (
+        Block,
+        BlockMap,
+        BlockState,
+        PoolSummary,
+        RunningSequence,
+        ServerInfo,
+        ServerState,
+        Sharing,
+        StepTrace,
+        Waste,
+    )
+    from quire.client import Client, EventStream
+    from quire.errors import (
+        CapacityExceededError,
+        DeadlineExceededError,
+        InternalError,
+        InvalidRequestError,
+        LimitExceededError,
+        OtherModelError,
+        PermissionDeniedError,
+        QueueFullError,
+        QuireError,
+        RequestCancelledError,
+        UnauthenticatedError,
+        UnavailableError,
+    )
+    from quire.events import (
+        ChatMessage,
+        ChatMessageDict,
+        CompletedSequence,
+        Completion,
+        Delta,
+        Event,
+        Finished,
+        FinishReason,
+        Prompt,
+        PromptLogprobs,
+        Started,
+        TokenLogprob,
+        TokenLogprobs,
+        Usage,
+    )
+    from quire.options import GenerateOptions
+    from quire.tls import TlsError, TlsFiles
 
 __all__ = [
     "AsyncClient",
@@ -100,3 +104,14 @@ __all__ = [
     "Usage",
     "Waste",
 ]
+
+_MODULES = ("async_client", "block_map", "client", "errors", "events", "options", "tls")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the client library at its first use: the command line imports this package before it handles Ctrl-C."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    globals()[name] = found = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return found

@@ -12,8 +12,6 @@ COMMAND = """
 import os, runpy, signal, sys, time
 import typer.main
 
-import quire
-
 signal.signal(signal.SIGINT, {handler})
 
 class Interrupt:
@@ -36,11 +34,12 @@ runpy.run_module("quire", run_name="__main__")
 @pytest.mark.parametrize(
     ("module", "handler", "exit_code"),
     [
-        ("executor.config", "signal.default_int_handler", -signal.SIGINT),  # of which shells make 130
+        ("grpc", "signal.default_int_handler", -signal.SIGINT),  # of which shells make 130
+        ("executor.config", "signal.default_int_handler", -signal.SIGINT),
         ("", "signal.default_int_handler", 130),
         ("executor.config", "signal.SIG_IGN", 0),
     ],
-    ids=["imports", "flags", "ignored"],
+    ids=["client", "imports", "flags", "ignored"],
 )
 def test_ctrl_c_at_the_start_prints_no_traceback(module: str, handler: str, exit_code: int) -> None:
     code = COMMAND.format(module=module, handler=handler)
