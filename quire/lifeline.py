@@ -20,6 +20,10 @@ def main() -> None:
         if os.getppid() != parent:  # the parent died before the line above
             sys.exit(1)
     try:
+        os.getcwd()
+    except FileNotFoundError:  # it was removed, and MKL cannot load its libraries there
+        os.chdir("/")
+    try:
         os.execvp(command[0], command)
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
