@@ -107,13 +107,19 @@ class Connection:
     def _admin_address(self) -> str | None:
         if self.admin is not None:
             return self.admin
-        try:
-            return default_admin_address(self.address) if is_local(self.address) else None
-        except AddressError:  # another kind of target that gRPC knows
-            return None
+        return default_admin_address(self.address) if _is_here(self.address) else None
 
     def _channel_to(self, kind: Any, address: str) -> Any:
+        # An http_proxy of the environment reaches other networks. gRPC would send calls to loopback there too.
+        options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if _is_here(address) else CHANNEL_OPTIONS
         if address.startswith(UNIX) or not (self.tls or self.ca):
-            return kind.insecure_channel(address, options=CHANNEL_OPTIONS)
+            return kind.insecure_channel(address, options=options)
         files = replace(self.tls, ca=self.tls.ca or self.ca) if isinstance(self.tls, TlsFiles) else self.ca
-        return kind.secure_channel(address, channel_credentials(files), options=CHANNEL_OPTIONS)
+        return kind.secure_channel(address, channel_credentials(files), options=options)
+
+
+def _is_here(address: str) -> bool:
+    try:
+        return is_local(address)
+    except AddressError:  # another kind of target that gRPC knows
+        return False

@@ -29,6 +29,14 @@ def test_an_address_without_a_server_is_unavailable(kind: type[SyncCalls]) -> No
 
 
 @KINDS
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(
+    server: ScriptedServer, kind: type[SyncCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://{with_port('127.0.0.1:0')}")
+    assert kind(server.address).call("complete", "p")
+
+
+@KINDS
 @pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
 def test_a_deadline_that_is_too_far_away_for_grpc_is_none(
     server: ScriptedServer, kind: type[SyncCalls], timeout_s: float
