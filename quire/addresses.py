@@ -76,9 +76,7 @@ def with_port(address: str, reserved: Collection[str] = ()) -> str:
 
     reserved  addresses that are not chosen, because servers will listen there
     """
-    if address.startswith(UNIX):
-        return address
-    if HostPort.parse(address).port == 0:
+    if not address.startswith(UNIX) and HostPort.parse(address).port == 0:
         for port in _candidate_ports():
             candidate = at_port(address, port)
             with suppress(AddressInUse):

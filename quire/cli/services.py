@@ -103,6 +103,11 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     for_scheduler["executor"] = chosen_address(
         "executor", for_scheduler.get("executor", private_socket(f"executor-{name}"))
     )
+    # A server at the same port of another host has the same socket files, and would answer in place of this one.
+    admin = for_scheduler.get("admin_listen")
+    chosen_admin = chosen_address("admin_listen", admin or default_admin_address(for_scheduler["listen"]))
+    if admin:
+        for_scheduler["admin_listen"] = chosen_admin
     metrics_address = for_executor.get("metrics_address", default_of(ExecutorConfig, "metrics_address"))
     for_executor["metrics_address"] = chosen_address("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]

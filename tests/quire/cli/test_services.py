@@ -1,0 +1,37 @@
+"""The addresses of the services of one command line."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.addresses import UNIX, AddressInUse, with_port
+from quire.cli.services import ServicePair, on_free_ports, service_pair
+
+
+def pair(**values: Any) -> ServicePair:
+    return service_pair(on_free_ports({"model": str(Path(__file__).parent), **values}))
+
+
+@pytest.mark.parametrize(("name", "field"), [("executor", "executor"), ("admin", "admin_listen")])
+def test_a_server_at_the_same_port_of_another_host_is_refused(
+    name: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    address = with_port("127.0.0.1:0")
+    addresses = {"executor": pair(listen=address).executor.listen_address, "admin": pair(listen=address).admin_address}
+    path = Path(addresses[name].removeprefix(UNIX))
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(AddressInUse, match=f"^{field}: cannot listen on .*{name}"):
+            pair(listen=address)
+    assert pair(listen=address)  # the file of a server that has ended
+
+
+def test_port_0_of_the_admin_address_becomes_a_free_port() -> None:
+    chosen = pair(admin_listen="127.0.0.1:0")
+    assert not chosen.admin_address.endswith(":0")
+    assert chosen.scheduler_values["admin_listen"] == chosen.admin_address
