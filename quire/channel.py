@@ -78,10 +78,11 @@ class Connection:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a key that cannot be sent in a header, which the message does not contain, for an
-        empty address, or for a port above 65535, for which gRPC would take another one.
+        address that is empty, a URL or without a port, or for a port above 65535. gRPC would take another port.
         """
-        if not self.address:
-            raise ValueError("address must be host:port or unix:path, not empty")
+        if ":" not in self.address or self.address.startswith(("http:", "https:")):
+            given = repr(self.address) if self.address else "empty"
+            raise ValueError(f"address must be host:port or unix:path, not {given}")
         for address in (self.address, self.admin or ""):
             port = address.rpartition(":")[2]
             if not address.startswith(UNIX) and port.isascii() and port.isdigit() and int(port) >= 1 << 16:

@@ -236,11 +236,15 @@ def test_kv_prints_the_pool_as_text_or_json(server: ScriptedServer) -> None:
     assert read["sequences"][0]["block_table"] == [3]
 
 
-def test_an_empty_address_is_a_usage_error() -> None:
-    """A variable of a script may be empty."""
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [("", "empty"), ("localhost", "'localhost'"), ("http://127.0.0.1:8000", "'http://127.0.0.1:8000'")],
+)
+def test_an_address_that_grpc_would_take_for_another_is_a_usage_error(address: str, told: str) -> None:
+    """A variable of a script may be empty; without a port, gRPC would call port 443."""
     for command in (["generate", "p"], ["kv"], ["drain"]):
-        result = invoke(*command, "--address", "")
-        assert (result.exit_code, result.stderr) == (2, "quire: address must be host:port or unix:path, not empty\n")
+        result = invoke(*command, "--address", address)
+        assert (result.exit_code, result.stderr) == (2, f"quire: address must be host:port or unix:path, not {told}\n")
 
 
 @pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "demo"])
