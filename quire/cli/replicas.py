@@ -16,7 +16,7 @@ from quire.addresses import UNIX, HostPort, private_socket
 from quire.channel import DEFAULT_ADDRESS
 from quire.cli.child import ChildSpec
 from quire.cli.services import (
-    GATEWAY_OWN,
+    WITH_GATEWAY,
     ServicePair,
     chosen_address,
     default_of,
@@ -102,7 +102,7 @@ def _replica(values: Mapping[str, Any], name: str, number: int) -> ServicePair:
     own["move_streams"] = True
     own["listen"] = private_socket(f"scheduler-{name}-{number}")
     own["local_listen"] = private_socket(f"gateway-{name}-{number}")
-    of_pair = {flag: value for flag, value in values.items() if flag not in GATEWAY_OWN}
+    of_pair = {flag: value for flag, value in values.items() if flag not in WITH_GATEWAY}
     return replace(service_pair({**of_pair, **own, "gateway": False}), suffix=f"-{number}")
 
 

@@ -35,6 +35,8 @@ GATEWAY_OWN = (
     *("max_waiting", "max_wait_s", "resume_timeout_s"),
 )
 """Settings of the gateway that the other services do not have."""
+WITH_GATEWAY = ("gateway_listen", *GATEWAY_OWN)
+"""Flags that have no meaning without the gateway."""
 
 # Fields of the gateway that have the same meaning for the scheduler, so that one flag sets both.
 _GATEWAY_SHARED = (
@@ -116,7 +118,7 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
         for_scheduler["local_listen"] = private_socket(f"gateway-{name}")
     scheduler, executor = SchedulerConfig.from_dict(for_scheduler), ExecutorConfig.from_dict(for_executor)
     if not has_gateway:
-        for name in GATEWAY_OWN:
+        for name in WITH_GATEWAY:
             if name in values:
                 raise ConfigError(f"{name} is a setting of the gateway, which is left out")
         return ServicePair(scheduler, executor, for_scheduler, for_executor)

@@ -8,6 +8,7 @@ import pytest
 
 from quire.addresses import UNIX, AddressInUse, with_port
 from quire.cli.services import ServicePair, on_free_ports, service_pair
+from quire.settings import ConfigError
 
 
 def pair(**values: Any) -> ServicePair:
@@ -35,3 +36,10 @@ def test_port_0_of_the_admin_address_becomes_a_free_port() -> None:
     chosen = pair(admin_listen="127.0.0.1:0")
     assert not chosen.admin_address.endswith(":0")
     assert chosen.scheduler_values["admin_listen"] == chosen.admin_address
+
+
+@pytest.mark.parametrize("values", [{"gateway_listen": "127.0.0.1:0"}, {"max_requests": 5}])
+def test_settings_of_a_gateway_that_is_left_out_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(values))} is a setting of the gateway, which is left out"):
+        pair(**values)
+    assert pair(gateway=True, **values).gateway is not None
