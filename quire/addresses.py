@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISSOCK
 
 UNIX = "unix:"
 FILE = "file:"  # an address that stands in a file, because it changes
@@ -156,8 +156,8 @@ def _listen_for_a_moment(wanted: HostPort) -> int:
 
 
 def _check_socket_file(path: str) -> None:
-    """Raises OSError if a server answers, or if no client could call one. A file left behind by an earlier server is
-    free.
+    """Raises OSError if a server answers, if no client could call one, or if a file of another kind is there. A socket
+    left behind by an earlier server is free.
     """
     is_long = len(os.fsencode(path)) > _MAX_SOCKET_PATH
     if is_long or not _NOT_IN_TARGETS.isdisjoint(path):
@@ -165,6 +165,9 @@ def _check_socket_file(path: str) -> None:
         why = bound if is_long else f"gRPC cannot call a path with one of {' '.join(sorted(_NOT_IN_TARGETS))}"
         is_private = path.startswith(private_socket("").removeprefix(UNIX).removesuffix(".sock"))
         raise OSError(f"{why}; set TMPDIR to another directory than {_temporary_directory()}" if is_private else why)
+    with suppress(FileNotFoundError):
+        if not S_ISSOCK(os.stat(path).st_mode):
+            raise OSError("what is there is no socket")
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

@@ -70,6 +70,15 @@ def test_socket_files(tmp_path: Path) -> None:
     check_free(f"unix:{path}")
 
 
+def test_socket_files_replace_no_other_files(tmp_path: Path) -> None:
+    """A directory in place of a socket file was noticed only after a model was loaded, as an address in use."""
+    file = tmp_path / "file"
+    file.touch()
+    for path in (tmp_path, file, file / "socket"):
+        with pytest.raises(AddressUnusable, match=f"cannot listen on unix:{path}: .*(no socket|Not a directory)"):
+            check_free(f"unix:{path}")
+
+
 @pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:80", "a..b:1", f"unix:/{'x' * 200}"])
 def test_addresses_where_no_server_can_listen(address: str) -> None:
     with pytest.raises(AddressUnusable, match=f"cannot listen on {address}"):
