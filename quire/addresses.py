@@ -47,6 +47,10 @@ class HostPort:
     def parse(cls, address: str) -> "HostPort":
         """Parses "host:port" or "[host]:port". Raises AddressError."""
         host, colon, port = address.rpartition(":")
+        # gRPC takes an IPv6 host without brackets for another address, of which the port is a part.
+        is_bare = host.count(":") > 1 and "[" not in host and "/" not in host
+        if is_bare or host.count("[") != host.count("]"):
+            raise AddressError(f"{address!r} is not an address: an IPv6 host needs brackets, [host]:port")
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise AddressError(f"{address!r} is not an address: expected host:port")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))

@@ -13,6 +13,7 @@ from quire.addresses import (
     HostPort,
     at_port,
     check_free,
+    is_address,
     private_socket,
     with_port,
 )
@@ -89,6 +90,14 @@ def test_addresses_where_no_server_can_listen(address: str) -> None:
 def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(AddressError):
         HostPort.parse(address)
+
+
+@pytest.mark.parametrize("address", ["::1:9000", "fe80::1%lo:9000", "[::1:9000", "::1]:9000"])
+def test_hosts_with_colons_need_a_pair_of_brackets(address: str) -> None:
+    """Services failed only after they had loaded a model, because gRPC takes ::1:9000 for another host."""
+    with pytest.raises(AddressError, match="needs brackets"):
+        HostPort.parse(address)
+    assert not is_address(address)
 
 
 def test_the_private_directory_is_the_same_while_the_disk_is_full(
