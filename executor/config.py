@@ -14,6 +14,10 @@ KERNELS = ("auto", "reference")
 LOAD_FORMATS = ("safetensors", "random")
 
 
+MAX_THREADS = 1024
+"""Most CPU threads of one step. All are started, and a process crashes that cannot start one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
     """The settings of one executor, which serves one model on one device, or divided among several ranks.
@@ -100,8 +104,9 @@ class ExecutorConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}: must be at least {least}, is {value}")
-            if value is not None and value > _MAX_COUNT:
-                raise ConfigError(f"{name}: must be at most {_MAX_COUNT}, is {value}")
+            most = MAX_THREADS if name == "num_threads" else _MAX_COUNT
+            if value is not None and value > most:
+                raise ConfigError(f"{name}: must be at most {most}, is {value}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction: must be in (0, 1], is {self.memory_fraction}")
         for name in ("step_timeout_s", "load_timeout_s"):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from executor.config import MAX_THREADS
 from executor.errors import ConfigError
 from quire import logs
 from quire.addresses import AddressError, HostPort
@@ -43,6 +44,8 @@ class RankConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be at least 1, is {value}")
+        if self.num_threads is not None and self.num_threads > MAX_THREADS:
+            raise ConfigError(f"num_threads: must be at most {MAX_THREADS}, is {self.num_threads}")
         for name, choices in (("log_level", logs.LEVELS), ("log_format", logs.FORMATS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: must be one of {', '.join(choices)}, is {getattr(self, name)!r}")

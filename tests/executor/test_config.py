@@ -36,6 +36,7 @@ TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_
         ({"model": "m", "max_num_batched_tokens": -1}, "max_num_batched_tokens: must be at least 1"),
         ({"model": "m", "max_model_len": 1}, "max_model_len: must be at least 2"),
         ({"model": "m", "num_threads": 0}, "num_threads: must be at least 1"),
+        ({"model": "m", "num_threads": 1_000_000}, "num_threads: must be at most 1024, is 1000000"),
         ({"model": "m", "num_blocks": 1 << 31}, "num_blocks: must be at most 2147483647, is 2147483648"),
         ({"model": "m", "max_num_batched_tokens": 10**18}, "max_num_batched_tokens: must be at most 2147483647"),
         ({"model": "m", "memory_fraction": 0.0}, "memory_fraction: must be in (0, 1]"),

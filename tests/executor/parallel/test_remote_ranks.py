@@ -245,6 +245,7 @@ def test_another_secret_keeps_a_rank_out(checkpoint, load_group, start_ranks, li
         ({"join": "nowhere"}, 'join: expected "host:port"'),
         ({"join": "a..b:9100"}, 'join: expected "host:port"'),
         ({"num_ranks": 0}, "num_ranks: must be at least 1"),
+        ({"num_threads": 1025}, "num_threads: must be at most 1024"),
         ({"ranks_key": "/missing"}, "ranks_key: cannot read /missing"),
         ({"log_level": "loud"}, "log_level: must be one of"),
     ],
