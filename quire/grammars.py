@@ -34,10 +34,21 @@ _LIMITS = LLParserLimits(
 def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Returns the vocabulary as matchers need it, for logits of this width.
 
-    tokenizer_json  the contents of the checkpoint's tokenizer.json
-    Raises ValueError if llguidance cannot use this tokenizer.
+    tokenizer_json  the contents of the checkpoint's tokenizer.json. EOS ids that it does not have, because only
+                    tokenizer_config.json names them, are left out: matchers see texts, which they end
+    Raises ValueError if llguidance cannot use this tokenizer, and for EOS ids that have no logit.
     """
-    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+    if any(token_id >= vocab_size for token_id in eos_token_ids):
+        raise ValueError(f"EOS ids must be below {vocab_size}, not {max(eos_token_ids)}")
+
+    def with_eos(ids: list[int]) -> LLTokenizer:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=ids or None)
+
+    try:
+        return with_eos(list(eos_token_ids))
+    except ValueError:
+        num_tokens = LLTokenizer(tokenizer_json).vocab_size
+        return with_eos([token_id for token_id in eos_token_ids if token_id < num_tokens])
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -122,7 +122,7 @@ class Grammars:
     def _begin(self, grammar: str, eos_token_ids: tuple[int, ...]) -> FollowedGrammar:
         try:
             vocabulary = self._vocabulary(eos_token_ids)
-        except ValueError:  # EOS ids that the tokenizer does not have
+        except ValueError:  # EOS ids that have no logit
             return FollowedGrammar.failed(self.vocab_size)
         return begin(vocabulary, grammar)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.masks import GrammarCounts, Masks
@@ -136,6 +136,15 @@ def test_an_eos_id_with_a_text_is_not_a_part_of_a_text() -> None:
     assert allowed(regex("ab?c?", letter_b)) == {2, 5, 9}
     assert letter_b in allowed(follow(regex("ab?c?", letter_b), (2,), is_own=True))
     assert letter_b not in allowed(follow(regex("abc", letter_b), (2,), is_own=True))
+
+
+def test_an_eos_id_that_tokenizer_json_lacks_ends_a_text() -> None:
+    """Some checkpoints name the token that ends an answer only in tokenizer_config.json."""
+    unlisted = VOCAB_SIZE - 1
+    assert unlisted >= LLTokenizer(tokenizer_json()).vocab_size
+    assert allowed(regex("ab?", EOS, unlisted)) == allowed(regex("ab?", EOS))
+    for eos in ((EOS, unlisted), (unlisted,)):
+        assert allowed(follow(regex("ab?", *eos), (2,), is_own=True)) & {EOS, unlisted} == set(eos)
 
 
 def test_forbidden_logits_are_minus_infinity_and_all_others_are_kept() -> None:

@@ -280,7 +280,7 @@ def test_compiled_grammars_are_kept_within_bounds(monkeypatch) -> None:
     assert (len(grammars._started), grammars._num_characters) == (0, 0)
 
 
-def test_eos_ids_that_the_tokenizer_does_not_have_cannot_be_followed() -> None:
+def test_eos_ids_that_have_no_logit_cannot_be_followed() -> None:
     grammars = Grammars(tokenizer_json(), VOCAB_SIZE, (EOS,))
     assert grammars.start((LLMatcher.grammar_from_regex("a"), (VOCAB_SIZE + 5,))).result().run is None
 
