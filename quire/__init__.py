@@ -110,6 +110,8 @@ _MODULES = ("async_client", "block_map", "client", "errors", "events", "options"
 
 def __getattr__(name: str) -> Any:
     """Imports the client library at its first use: the command line imports this package before it handles Ctrl-C."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     modules = (import_module(f"{__name__}.{module}") for module in _MODULES)

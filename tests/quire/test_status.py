@@ -61,7 +61,7 @@ async def test_a_server_that_ends_while_requests_are_sent_is_a_lost_connection()
 
 
 async def test_a_connection_that_never_opened_is_none_that_was_lost() -> None:
-    """As behind a proxy without a server: the request has ended no process, so it is not tried for a minute."""
+    """A proxy without a server resets connections. No server has seen the request, so it is not tried for a minute."""
 
     async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.get_extra_info("socket").setsockopt(
