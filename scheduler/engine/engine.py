@@ -128,7 +128,7 @@ class Engine:
         return next(self._request_ids)
 
     def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float, priority: int) -> None:
-        """Raises QueueFull if a request that was not tokenised yet would miss its deadline, as `submit` does."""
+        """Raises QueueFull if a new request would miss its deadline."""
         if self._scheduler is not None:
             self._waits.check(self._scheduler, tenant, deadline_s, max_tokens, time.monotonic(), priority)
 
@@ -136,7 +136,6 @@ class Engine:
         """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
         self._readiness.check_open()
         now_s = time.monotonic()
-        self.check_deadline(request.tenant, request.deadline_s, request.max_tokens, request.priority)
         try:
             with self._signal.report_bugs():
                 self._core.add(request, now_s)

@@ -160,9 +160,15 @@ class Intake:
         """Returns the client's id of an open request, or the engine's id if the request is not open."""
         return self._client_request_ids.get(request_id, str(request_id))
 
-    def _submit(self, request: Request, sink: Sink) -> None:
-        """Gives the prompt's tokens back to the tenant's rate if the request is refused."""
+    def _submit(self, request: Request, sink: Sink, *, is_resumed: bool) -> None:
+        """Gives the prompt's tokens back to the tenant's rate if the request is refused.
+
+        A resumed one is not refused for its wait: it was accepted once, and the first steps of a new process, which can
+        be slow, are all that predictions know then.
+        """
         try:
+            if not is_resumed:
+                self._engine.check_deadline(request.tenant, request.deadline_s, request.max_tokens, request.priority)
             self._engine.submit(request, sink)
         except Exception:
             self._rates.add_tokens(request.tenant, -request.num_given_tokens)
@@ -176,19 +182,18 @@ class Intake:
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         tenant = holder.tenant
         try:
-            if SEQUENCES not in fields:  # a stream that came back may have no rest to wait for
+            if SEQUENCES not in fields:
                 self._engine.check_deadline(tenant, deadline_s, *claimed_bound_and_priority(fields))
             with self._rates.request(tenant):
                 checked = await self._check(fields, holder, deadline_s)
                 request, settings, resumed = checked.request, checked.settings, checked.resumed
                 self._rates.take_tokens(tenant, request.num_given_tokens)
                 request_metrics = observed.admitted(self._facts(checked))
-                stop_sequence = partial(self._engine.stop, request.request_id)
-                stream = ResponseStream(
-                    settings, checked.completions, stop_sequence, request_metrics, self._write_queue
-                )
+                stop = partial(self._engine.stop, request.request_id)
+                stream = ResponseStream(settings, checked.completions, stop, request_metrics, self._write_queue)
                 if resumed is None or resumed.has_rest:
-                    self._submit(request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream)
+                    sink = ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream
+                    self._submit(request, sink, is_resumed=resumed is not None)
             if resumed is not None:
                 self._observer.metrics.resumed()
                 if request.outputs or not resumed.has_rest:

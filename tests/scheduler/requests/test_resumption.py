@@ -227,6 +227,24 @@ async def test_streams_are_replayed_one_at_a_time(
     assert most == 1
 
 
+async def test_a_stream_that_comes_back_is_not_refused_for_its_predicted_wait(
+    models: Models, received: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of a new process can be slow, and then all streams of the old one would be refused."""
+
+    def too_late(*_: object) -> None:
+        raise QueueFull("the request would miss its deadline", 600.0)
+
+    async with models.open_scheduler() as scheduler:
+        whole = await scheduler.messages(WHOLE)
+        monkeypatch.setattr(scheduler.intake._engine._waits, "check", too_late)
+        for beginning in (received, whole[:1]):
+            rest = await scheduler.messages(resumption(WHOLE, beginning))
+            assert sum(message.HasField("finished") for message in rest) == 2
+        with pytest.raises(QueueFull, match="miss its deadline"):
+            await scheduler.messages(WHOLE)
+
+
 async def test_a_stream_that_broke_off_before_its_first_token_counts_its_prompt_once(models: Models) -> None:
     """Its samples are forked from one prompt, as those of a request that is not resumed."""
     async with models.open_scheduler() as scheduler:
