@@ -34,8 +34,8 @@ _LIMITS = LLParserLimits(
 def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Returns the vocabulary as matchers need it, for logits of this width.
 
-    tokenizer_json  the contents of the checkpoint's tokenizer.json. EOS ids that it does not have, because only
-                    tokenizer_config.json names them, are left out: matchers see texts, which they end
+    tokenizer_json  the contents of the checkpoint's tokenizer.json
+    eos_token_ids   those that tokenizer.json lacks, because only tokenizer_config.json names them, are left out
     Raises ValueError if llguidance cannot use this tokenizer, and for EOS ids that have no logit.
     """
     if any(token_id >= vocab_size for token_id in eos_token_ids):

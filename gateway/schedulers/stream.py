@@ -1,9 +1,9 @@
 """The messages of one request. The stream continues by itself after its scheduler has died.
 
 A scheduler that refuses a request because of its own state, because it is full or draining, is passed over: the request
-goes to the others that are ready, once to each, before its client gets an error. So does a stream that has begun, and
-goes on, with another model or other defaults than this scheduler's. Refusals that concern the request or a limit of its
-tenant are final, and so are all others after the first message.
+goes to the others that are ready, once to each, before its client gets an error. A stream that was begun
+with another model or other defaults than this scheduler's goes to the others, too. Refusals that concern the request or
+a limit of its tenant are final, and so are all others after the first message.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.core.inspect.views import SequenceView, sequence_view
+from scheduler.core.inspect.views import SequenceView, num_waiting_prompt_tokens, sequence_view
 from scheduler.live.plan_log import sequence_key
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         sequences=sequences,
         waiting=waiting,
         num_waiting=core.num_waiting + len(queue.paused),
-        num_waiting_prompt_tokens=core.state.waiting.num_prompt_tokens,
+        num_waiting_prompt_tokens=num_waiting_prompt_tokens(core),
         oldest_waiting_s=round(engine.oldest_waiting_s, 1) if core.num_waiting else 0.0,
         usage=engine.kv_usage(),
         contiguous=ContiguousUsage.of(sequences.values(), model.max_model_len, num_pool_token_slots),

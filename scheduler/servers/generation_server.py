@@ -10,6 +10,7 @@ from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from quire.version import build_version
 from scheduler.core import QuireError
+from scheduler.core.inspect.views import num_waiting_prompt_tokens
 from scheduler.engine.engine import ServerState
 from scheduler.identity.identity import CALLER
 from scheduler.identity.permissions import METHODS
@@ -134,7 +135,7 @@ class GenerationServer(GenerationServicer):
             dtype=model.dtype,
             num_waiting=0 if core is None else core.num_unfinished_requests - num_running,
             num_running=num_running,
-            num_waiting_prompt_tokens=0 if sizes is None else sizes.state.waiting.num_prompt_tokens,
+            num_waiting_prompt_tokens=0 if sizes is None else num_waiting_prompt_tokens(sizes),
             oldest_waiting_s=self._engine.oldest_waiting_s if sizes is not None and sizes.num_waiting else 0.0,
             num_computed_prompt_tokens=0 if sizes is None else _num_computed_prompt_tokens(sizes),
         )

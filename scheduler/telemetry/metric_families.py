@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFam
 
 from quire.histogram import Histogram
 from scheduler.core import KVUsage, Scheduler, Sequence, State
+from scheduler.core.inspect.views import num_waiting_prompt_tokens
 
 
 class MetricFamilies:
@@ -63,7 +64,6 @@ def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]
     queue = core.state.waiting
     waiting = Counter({"new": 0, "preempted": 0, "deferred": 0, "executor_lost": 0})
     waiting.update(_reasons_to_wait(queue, queue.paused).values())
-    num_prompt_tokens = queue.num_prompt_tokens + sum(sequence.num_given_tokens for sequence in queue.paused)
     yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", len(running))
     yield families.gauges(
         "quire_queue_requests", "Requests with a waiting sequence, by why it waits", "reason", waiting
@@ -71,7 +71,7 @@ def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]
     yield families.gauge(
         "quire_queue_prompt_tokens",
         "Tokens of waiting sequences: of prompts, and of outputs that are resumed",
-        num_prompt_tokens,
+        num_waiting_prompt_tokens(core),
     )
     yield families.counter(
         "quire_prefix_cache_queries_tokens",

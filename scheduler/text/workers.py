@@ -40,7 +40,7 @@ importlib.import_module("text." + sys.argv[1]).main()
 """
 """Runs a module of this folder, which is the package `text`. The packages above it, and `quire` itself, would import
 far more than a worker needs. Ctrl-C and a terminal that closes end the parent; a worker ends when its input is closed.
-So they are ignored first: loading the module takes a tenth of a second."""
+Both signals are ignored before the module is loaded, which takes a tenth of a second."""
 
 FOLDERS = str(Path(__file__).parent), str(Path(version.__file__).parent)
 

@@ -92,6 +92,13 @@ class KVUsage:
         return self.num_wasted_token_slots / num_token_slots if num_token_slots else 0.0
 
 
+def num_waiting_prompt_tokens(scheduler: Scheduler) -> int:
+    """Returns the tokens of prompts, and of outputs that are resumed, of all waiting sequences: also of deferred ones
+    that pause, which are not in the queue."""
+    queue = scheduler.state.waiting
+    return queue.num_prompt_tokens + sum(sequence.num_given_tokens for sequence in queue.paused)
+
+
 def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
     """Returns the block map. Takes time proportional to the size of the pool, unless only the summary is wanted."""
     state = scheduler.state
@@ -100,8 +107,7 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
         blocks=[] if summary_only else _block_runs(state),
         sequences=[] if summary_only else [sequence_view(sequence) for sequence in state.batch.running],
         num_waiting=len(state.waiting) + len(state.waiting.paused),
-        num_waiting_prompt_tokens=state.waiting.num_prompt_tokens
-        + sum(sequence.num_given_tokens for sequence in state.waiting.paused),
+        num_waiting_prompt_tokens=num_waiting_prompt_tokens(scheduler),
         step_id=state.step_id,
         num_preemptions=state.counters.num_preemptions,
         num_cow_copies=state.counters.num_cow_copies,

@@ -23,6 +23,7 @@ from scheduler.core import (
     block_map,
 )
 from scheduler.engine.engine import ServerState
+from scheduler.live.snapshot import take_snapshot
 from scheduler.telemetry.limits import NUM_LIMITED
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
 from tests.support.core.letter_tokens import make_request
@@ -232,6 +233,8 @@ async def test_a_deferred_sequence_waits_until_it_runs_again() -> None:
     assert found["quire_queue_requests/deferred"] == found["quire_tenant_sequences_waiting/default"] == 1
     assert found["quire_queue_prompt_tokens"] == block_map(harness.scheduler).num_waiting_prompt_tokens > 0
     assert block_map(harness.scheduler).num_waiting == 1
+    shown = take_snapshot(metrics.engine)
+    assert (shown.num_waiting, shown.num_waiting_prompt_tokens) == (1, found["quire_queue_prompt_tokens"])
     harness.expire(1.0)
     harness.schedule()
     found = samples(metrics)
