@@ -5,7 +5,6 @@ sequence of named events: message_start; for each block content_block_start, con
 content_block_stop; then message_delta with the reason of the end, and message_stop.
 """
 
-import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
-from gateway.api.json_values import is_writable
+from gateway.api.json_values import arguments_of
 from gateway.api.tool_calls import PlainText
 from gateway.tools.events import Arguments, CallStarted, Content, Event, Reasoning
 from quire.v1 import generation_pb2 as pb
@@ -136,7 +135,7 @@ class _Block:
 
     def whole(self) -> dict[str, Any]:
         text = "".join(self._texts)
-        return self.start() | ({"input": _input(text)} if self.kind == "tool_use" else {self.kind: text})
+        return self.start() | ({"input": arguments_of(text)} if self.kind == "tool_use" else {self.kind: text})
 
 
 class MessageChunks:
@@ -233,12 +232,3 @@ def _message_body(head: Head, content: list[dict[str, Any]], answer: End) -> dic
 
 def _event_text(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {to_json({'type': kind, **fields})}\n\n"
-
-
-def _input(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call as an object. Text that is none, as of a call that broke off, becomes a field."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) and is_writable(found) else {"invalid_json": text}

@@ -1,6 +1,7 @@
-"""Checks values that an answer is to contain as JSON."""
+"""Checks values that an answer, or the prompt of a chat, is to contain as JSON."""
 
 import json
+from typing import Any
 
 from quire.json_depth import is_deep
 
@@ -14,3 +15,12 @@ def is_writable(value: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call. Text that is no JSON object, as of a call that broke off, becomes a field."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) and is_writable(found) else {"invalid_json": text}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.api.fields import Fields, shown
+from gateway.api.json_values import arguments_of
 from gateway.api.tool_choice import MAX_TOOLS, chat_tool_use
 from gateway.tools.tool_use import Tool, ToolUse
 from quire.v1 import generation_pb2 as pb
@@ -85,10 +86,7 @@ def _add_call(call: Fields, added: pb.ToolCall) -> None:
     added.name = function.text("name") or ""
     if not added.name:
         function.add_problem("name", "must be given")
-    arguments = function.text("arguments") or "{}"
-    if not is_json_object(arguments):
-        function.add_problem("arguments", "must be a JSON object, as a string")
-    added.arguments = arguments
+    added.arguments = call_arguments(function)
 
 
 def add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
@@ -156,8 +154,11 @@ def add_template_options(fields: Fields, chat: pb.ChatPrompt) -> None:
         chat.continue_final_message = True
 
 
-def is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+def call_arguments(function: Fields) -> str:
+    """Returns the field `arguments` of a call as the text of a JSON object, as templates need it.
+
+    The model may have written no JSON, and clients send such a call back with the error of their tool.
+    """
+    text = function.text("arguments") or "{}"
+    arguments = arguments_of(text)
+    return json.dumps(arguments, ensure_ascii=False) if "invalid_json" in arguments else text

@@ -6,7 +6,7 @@ from typing import Any
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import MAX_SHOWN, Fields, shown
 from gateway.api.json_values import is_writable
-from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_effort, add_plain_tool, is_json_object
+from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_effort, add_plain_tool, call_arguments
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
@@ -194,10 +194,7 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
             chat.messages.add(role="system" if role == "developer" else role, content=_content(item, "content"))
         case "function_call":
             item.check_names({"type", "call_id", "name", "arguments", "id"}, _STATUS)
-            arguments = item.text("arguments") or "{}"
-            if not is_json_object(arguments):
-                item.add_problem("arguments", "must be a JSON object, as a string")
-            call = pb.ToolCall(id=item.required("call_id"), name=item.required_name(), arguments=arguments)
+            call = pb.ToolCall(id=item.required("call_id"), name=item.required_name(), arguments=call_arguments(item))
             if not (chat.messages and chat.messages[-1].role == "assistant"):
                 chat.messages.add(role="assistant")
             chat.messages[-1].tool_calls.append(call)
