@@ -67,6 +67,17 @@ def add_output_format(fields: Fields, request: pb.GenerateRequest) -> dict[str, 
     return _add_schema(form, request)
 
 
+def answer_schema(output: pb.StructuredOutput) -> dict[str, Any] | None:
+    """Returns the JSON schema of an answer; None for other grammars, and for what the scheduler will refuse."""
+    if output.json_object:
+        return {"type": "object"}
+    try:
+        schema = json.loads(output.json_schema or "null")
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
 def _add_response_format(form: Fields, request: pb.GenerateRequest) -> dict[str, str]:
     if form.get("type") != "json_schema":
         return _add_plain_format(form, request)

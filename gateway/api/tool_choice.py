@@ -1,6 +1,5 @@
 """The fields of a body about tools, in the forms of the three APIs, as a `ToolUse`."""
 
-import re
 from collections.abc import Collection, Sequence
 
 from gateway.api.fields import Fields, shown
@@ -8,8 +7,10 @@ from gateway.tools.tool_use import Tool, ToolUse
 
 MAX_TOOLS = 128
 
-_WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
-"""Names that every format can write."""
+UNWRITABLE_NAMES = (
+    "must have different names of letters, digits, _, - and . if they are forced, strict, allowed by name, without "
+    "parallel calls or beside a response format"
+)
 
 
 def chat_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
@@ -116,14 +117,6 @@ def anthropic_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
 
 def _checked(fields: Fields, use: ToolUse) -> ToolUse:
     """Adds a problem if a grammar could not write the name of a tool, or could not tell two tools apart."""
-    if use.needs_grammar:
-        names = [tool.name for tool in use.callable_tools]
-        if not all(map(_WRITABLE.fullmatch, names)):
-            problem = (
-                "must be of letters, digits, _, - and . for tools that are forced, strict, allowed by name or without "
-                "parallel calls"
-            )
-            fields.add_problem("tools", f"names {problem}")
-        elif len(set(names)) < len(names):
-            fields.add_problem("tools", "must have different names")
+    if use.needs_grammar and not use.has_writable_names:
+        fields.add_problem("tools", UNWRITABLE_NAMES)
     return use

@@ -7,10 +7,13 @@ its tenant, and a small limit would never let the chat follow.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gateway.api.errors import ApiError
+from gateway.api.structured_output import answer_schema
 from gateway.api.tool_calls import ModelTools, ToolReading
+from gateway.api.tool_choice import UNWRITABLE_NAMES
 from gateway.tools.formats import FORMATS, format_of
 from gateway.tools.thoughts import tags_of
 from quire.errors import InternalError, InvalidRequestError, QuireError, UnavailableError
@@ -28,6 +31,8 @@ MAX_PROMPTS = 64
 """Combinations of template arguments whose prompts are remembered."""
 
 MAX_REMEMBERED_CHARACTERS = 1024
+
+TWO_GRAMMARS = "must not be forced, strict or limited beside a regex, choice or grammar"
 
 
 class ServedModelTools:
@@ -115,7 +120,7 @@ def prepare(
 ) -> ToolReading | None:
     """Lets the requests of a chat write calls in the format of the model. Returns None if their text has no structure.
 
-    Raises ApiError if forced calls contradict another field.
+    Raises ApiError if no grammar can have both the calls and the answer.
     """
     use = parsed.tools
     # Under a grammar that begins with the answer itself, the model cannot think.
@@ -125,10 +130,13 @@ def prepare(
         return None
     for request in parsed.requests:
         request.output.special_tokens = bool(tools.format.markers) or thoughts is not None
-        if use is None or not use.needs_grammar:
+        if use is None or not use.is_read:
             continue
-        if request.HasField("structured_output"):
-            message = "cannot be combined with a response format: calls are forced, strict or limited"
-            raise ApiError(f"tools: {message}", param="tools")
-        request.structured_output.lark = tools.format.grammar(use, tools.tokens)
+        schema = answer_schema(request.structured_output)
+        is_other = request.HasField("structured_output") and schema is None
+        restricted = replace(use, schema=schema)
+        if restricted.needs_grammar:
+            if is_other or not restricted.has_writable_names:
+                raise ApiError(f"tools: {TWO_GRAMMARS if is_other else UNWRITABLE_NAMES}", param="tools")
+            request.structured_output.lark = tools.format.grammar(restricted, tools.tokens)
     return ToolReading(tools, use, request_id, thoughts, is_within=begins_in_thought)

@@ -126,8 +126,10 @@ class Harmony:
             for i, tool in enumerate(use.callable_tools)
         ]
         call = lark.add("call", " | ".join(calls))
-        if use.is_forced:
-            return lark.grammar(f"{thought}? {call}" + (f" ({next_message} {call})*" if use.allows_several else ""))
+        if use.has_no_text:
+            several = f" ({next_message} {call})*" if use.allows_several else ""
+            answer = lark.answer(use, f'{channel} "final" {message}')
+            return lark.grammar(f"{thought}? ({call}{several}{answer})")
         passage = lark.add("passage", f'{channel} ("analysis" | "commentary" | "final") {message} {text}')
         part = lark.add("part", f"{passage} | {call}")
         return lark.grammar(f"({part if use.allows_several else passage} {next_message})* {part}")

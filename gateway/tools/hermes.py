@@ -51,12 +51,12 @@ class Hermes:
 
     def grammar(self, use: ToolUse, tokens: Mapping[str, int]) -> str:
         lark = Lark(tokens)
-        begin = lark.marker(OPEN) if use.is_forced else lark.opening(OPEN)
+        begin = lark.marker(OPEN) if use.has_no_text else lark.opening(OPEN)
         end = f"{regex(WHITE + '}' + WHITE)} {lark.marker(CLOSE)}"
         calls = [
             lark.add(f"call_{i}", f"{begin} {regex(WHITE + json_head(tool.name, KEY))} {lark.arguments(tool)} {end}")
             for i, tool in enumerate(use.callable_tools)
         ]
-        if use.is_forced:
-            return lark.forced(calls, use.allows_several)
+        if use.has_no_text:
+            return lark.only_calls(calls, use)
         return lark.free(calls, self.passed, use.allows_several)

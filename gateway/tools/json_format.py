@@ -66,18 +66,27 @@ class JsonFormat:
     def grammar(self, use: ToolUse, tokens: Mapping[str, int]) -> str:
         lark = Lark(tokens)
         bodies = [f"{lark.arguments(tool)} {regex(WHITE + '}')}" for tool in use.callable_tools]
-        if use.is_forced:
+        if use.has_no_text:
             begin = f"{lark.marker(self.marker)}?" if self.marker else ""
-            heads = [regex(json_head(tool.name, (self.key,))) for tool in use.callable_tools]
+            # Beside an answer that is JSON as well, no token of JSON may go on where its own token would end.
+            heads = [
+                regex(json_head(tool.name, (self.key,))) if use.is_forced else _json_tokens(tool.name, self.key)
+                for tool in use.callable_tools
+            ]
             calls = [lark.add(f"call_{i}", f"{head} {bodies[i]}") for i, head in enumerate(heads)]
             first = lark.add("first", f"{begin} ({' | '.join(calls)})")
-            return lark.grammar(
-                f"{first} ({json.dumps(self.separator)} ({' | '.join(calls)}))*" if use.allows_several else first
-            )
+            rest = f" ({json.dumps(self.separator)} ({' | '.join(calls)}))*" if use.allows_several else ""
+            return lark.grammar(f"{first}{rest}{lark.answer(use)}")
         heads = [regex(r"(.|\n)*" + json_head(tool.name, ARGUMENTS, _BEFORE)) for tool in use.callable_tools]
         opens = [lark.add(f"open_{i}[lazy]", head) for i, head in enumerate(heads)]
         calls = [lark.add(f"call_{i}", f"{begin} {bodies[i]}") for i, begin in enumerate(opens)]
         return lark.free(calls, self.passed, use.allows_several)
+
+
+def _json_tokens(name: str, key: str) -> str:
+    """Returns the tokens of a call up to the colon before its arguments."""
+    tokens = ("{", '"name"', ":", json.dumps(name), ",", json.dumps(key), ":")
+    return " white? ".join(map(json.dumps, tokens))
 
 
 LLAMA3 = JsonFormat("llama3", "parameters", "; ", PYTHON_TAG)

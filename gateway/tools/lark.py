@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from gateway.tools.tool_use import Tool
+from gateway.tools.tool_use import Tool, ToolUse
 from quire.grammar_options import JSON_OPTIONS
 from quire.json_schemas import by_its_draft
 
@@ -42,10 +42,20 @@ class Lark:
         }
         return f"white? %json {json.dumps(schema)}"
 
-    def forced(self, calls: Sequence[str], several: bool) -> str:
-        """Returns the grammar of one call, or of one and more."""
+    def answer(self, use: ToolUse, before: str = "") -> str:
+        """Returns what may stand in place of all calls: nothing, or ` | ` and an answer that keeps to the schema.
+
+        before  what the answer begins with
+        """
+        if use.is_forced or use.schema is None:
+            return ""
+        schema = by_its_draft(use.schema) | {"x-guidance": JSON_OPTIONS}
+        return f" | {self.add('answer', f'{before} %json {json.dumps(schema)}')}"
+
+    def only_calls(self, calls: Sequence[str], use: ToolUse) -> str:
+        """Returns the grammar of one call, or of one and more, without text; or of an answer that keeps to a schema."""
         call = self.add("call", " | ".join(calls))
-        return self.grammar(f"{call} (white? {call})*" if several else call)
+        return self.grammar((f"{call} (white? {call})*" if use.allows_several else call) + self.answer(use))
 
     def opening(self, marker: str) -> str:
         """Returns a rule for text that ends with its first marker, be it a token or spelled."""

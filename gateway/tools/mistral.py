@@ -86,7 +86,7 @@ class Mistral:
 
     def grammar(self, use: ToolUse, tokens: Mapping[str, int]) -> str:
         lark = Lark(tokens)
-        begin = lark.marker(MARKER) if use.is_forced else lark.opening(MARKER)
+        begin = lark.marker(MARKER) if use.has_no_text else lark.opening(MARKER)
         tools = use.callable_tools
         arguments = [lark.add(f"arguments_{i}", lark.arguments(tool)) for i, tool in enumerate(tools)]
         items = [
@@ -100,6 +100,6 @@ class Mistral:
             for i, tool in enumerate(tools)
         ]
         calls.append(lark.add("list", rf"{begin} {regex(WHITE + chr(92) + '[')} {item} {rest} {regex(WHITE + ']')}"))
-        if use.is_forced:
-            return lark.forced(calls, use.allows_several)
+        if use.has_no_text:
+            return lark.only_calls(calls, use)
         return lark.free(calls, self.passed, use.allows_several)

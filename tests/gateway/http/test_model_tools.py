@@ -1,5 +1,6 @@
 """The gateway asks a scheduler for the format of the model, once."""
 
+import json
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from tests.support.gateway.fake_scheduler import Answer, FakeScheduler, delta, f
 from tests.support.gateway.rig import CHAT, Rig
 
 MARKERS = {"<tool_call>": 300, "</tool_call>": 301}
+ANSWER = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
 
 
 class Qwen(FakeScheduler):
@@ -132,16 +134,48 @@ async def test_the_flag_replaces_the_template() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_forced_calls_exclude_a_response_format(name: str) -> None:
-    parsed = parse_chat(CHAT | {"tools": TOOLS, "tool_choice": "required"})
-    parsed.requests[0].structured_output.json_object = True
-    with pytest.raises(ApiError) as raised:
-        prepare(parsed, ModelTools(FORMATS[name], {}), "id")
-    assert raised.value.param == "tools"
+@pytest.mark.parametrize("form", [{"json": ANSWER}, {"json": json.dumps(ANSWER)}, {"json_object": True}])
+def test_an_answer_keeps_to_its_format_and_calls_remain_possible(name: str, form: dict[str, Any]) -> None:
+    """A format concerns only answers that are no calls, as in OpenAI's API. Agents always send both."""
+    parsed = parse_chat(CHAT | {"tools": TOOLS, "structured_outputs": form})
+    reading = prepare(parsed, ModelTools(FORMATS[name], {}), "id")
+    assert reading is not None
+    lark = parsed.requests[0].structured_output.lark
+    assert '"city"' in lark
+    assert "answer:" in lark
+    assert ('"mood"' in lark) == ("json" in form)
 
 
-def test_a_response_format_stays_where_the_model_chooses() -> None:
-    parsed = parse_chat(CHAT | {"tools": TOOLS})
-    parsed.requests[0].structured_output.json_object = True
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_leave_no_answer_to_a_format(name: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+    parsed = parse_chat(CHAT | {"tools": TOOLS, "tool_choice": "required", "response_format": form})
+    prepare(parsed, ModelTools(FORMATS[name], {}), "id")
+    lark = parsed.requests[0].structured_output.lark
+    assert '"city"' in lark
+    assert '"mood"' not in lark
+
+
+@pytest.mark.parametrize("form", [{"regex": "a"}, {"choice": ["a"]}, {"grammar": "start: /a/"}])
+def test_other_grammars_are_of_the_whole_output(form: dict[str, Any]) -> None:
+    parsed = parse_chat(CHAT | {"tools": TOOLS, "structured_outputs": form})
+    before = parsed.requests[0].structured_output.SerializeToString()
     prepare(parsed, ModelTools(FORMATS["hermes"], {}), "id")
-    assert parsed.requests[0].structured_output.json_object
+    assert parsed.requests[0].structured_output.SerializeToString() == before
+    for fields in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
+        with pytest.raises(ApiError) as raised:
+            prepare(
+                parse_chat(CHAT | {"tools": TOOLS, "structured_outputs": form} | fields),
+                ModelTools(FORMATS["hermes"], {}),
+                "id",
+            )
+        assert raised.value.param == "tools"
+
+
+def test_tools_whose_names_no_grammar_can_write_have_no_format_beside_them() -> None:
+    tools = [{"type": "function", "function": {"name": "get weather"}}]
+    parsed = parse_chat(CHAT | {"tools": tools, "response_format": {"type": "json_object"}})
+    with pytest.raises(ApiError) as raised:
+        prepare(parsed, ModelTools(FORMATS["hermes"], {}), "id")
+    assert raised.value.param == "tools"
+    prepare(parse_chat(CHAT | {"tools": tools}), ModelTools(FORMATS["hermes"], {}), "id")

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,12 @@ ALLOWED = ToolUse((WEATHER, TIME), allowed=frozenset({"weather"}))
 ALLOWED_FORCED = ToolUse((WEATHER, TIME), is_forced=True, allowed=frozenset({"weather"}))
 FREE = ToolUse((STRICT, TIME))
 FREE_ONE = ToolUse((WEATHER, TIME), allows_several=False)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "n": {"$ref": "#/$defs/n"}},
+    "required": ["name", "n"],
+    "$defs": {"n": {"type": "integer"}},
+}
 TOKENS = sorted({token for each in FORMATS.values() for token in (*each.markers, *each.passed)})
 
 
@@ -230,8 +237,33 @@ def test_a_keyword_that_cannot_be_enforced(name: str) -> None:
         assert bool(error) == is_strict
 
 
+@both
+@each
+@pytest.mark.parametrize("tool", [WEATHER, STRICT])
+def test_calls_or_an_answer_that_keeps_to_a_schema(name: str, has_tokens: bool, tool: Tool) -> None:
+    """Also an answer that begins like a call of a format without a marker."""
+    use = ToolUse((tool, TIME), schema=PERSON)
+    one = replace(use, allows_several=False)
+    rome, time = one_call(name), one_call(name, "{}", "get_time")
+    ann = text_before(name, '{"name": "Ann", "n": 5}')
+    good = [
+        rome,
+        ann,
+        *(text_before(name, text) for text in ('{"name":"weather","n":5}', '{\n  "name": "w",\n  "n": 5\n}')),
+    ]
+    for text in (output(name, each) for each in good):
+        assert accepts(name, use, text, has_tokens=has_tokens)
+        assert accepts(name, one, text, has_tokens=has_tokens)
+    assert accepts(name, use, output(name, rome, time, rome), has_tokens=has_tokens)
+    wrong = [text_before(name, text) for text in ("Hi.", '{"name": "Ann"}', '{"name": "Ann", "n": "x"}')]
+    for text in ("", *wrong, output(name, ann, rome), output(name, rome, ann), one_call(name, '{"city": 5}')):
+        assert not accepts(name, use, text, has_tokens=has_tokens)
+    assert not accepts(name, one, output(name, rome, rome), has_tokens=has_tokens)
+
+
 def test_uses_that_need_a_grammar() -> None:
     assert [use.needs_grammar for use in (USE, FREE, FREE_ONE, FORCED)] == [False, True, True, True]
+    assert [replace(USE, schema={}, is_read=each).needs_grammar for each in (True, False)] == [True, False]
 
 
 @both
