@@ -27,42 +27,83 @@ _CODE = "(?:0[0-7bBeEfF]|1[0-9a-fA-F]|7[fF])"
 _IN_PATTERN = re.compile(rf"(?s)\[(?:\\.|[^\\\]])*\]|(?P<found>{_CONTROL}|\\(?:[av]|x{_CODE}|u00{_CODE}))|\\.")
 """Skips classes of characters: those that cannot be written only make them smaller."""
 
+_LOOKAROUND = re.compile(r"(?s)\[(?:\\.|[^\\\]])*\]|(?P<found>\(\?<?[=!]|\\[bBk1-9])|\\.")
+"""Finds what a pattern requires around a text, or again, in patterns of ECMAScript."""
+
+_FORMATS = {
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+}  # fmt: skip
+"""The formats of draft 2020-12."""
+
 _BESIDE_REFERENCES = {"$ref", "$schema", "$id", "id", "definitions", "$defs"}
 """Keywords that stay beside `$ref`, because they restrict nothing, and other references may lead into them."""
 
 
-def by_its_draft(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a schema that means under the rules of draft 2020-12 what the schema means under those of its `$schema`.
+def restated(schema: dict[str, Any], *, is_lenient: bool = False) -> dict[str, Any]:
+    """Returns a schema that llguidance can follow. It means under the rules of draft 2020-12 what the given one means
+    under those of its `$schema`.
+
+    is_lenient  patterns that llguidance cannot follow are left out
 
     A schema of hundreds of levels is returned as it is: llguidance refuses it.
     """
     named = schema.get("$schema")
-    if not (isinstance(named, str) and _ONLY_REFERENCES.match(named)):
-        return schema
+    is_old = isinstance(named, str) and _ONLY_REFERENCES.match(named) is not None
     try:
-        restated: dict[str, Any] = _restated(schema)
+        found: dict[str, Any] = _restated(schema, is_old, is_lenient)
     except RecursionError:
         return schema
-    return restated
+    return found
 
 
-def _restated(schema: Any) -> Any:
-    """Returns a schema, or a list of them, without what stands beside references."""
+def _restated(schema: Any, is_old: bool, is_lenient: bool) -> Any:
+    """Returns a schema, or a list of them. `is_old`: what stands beside references is left out."""
     if isinstance(schema, list):
-        return [_restated(each) for each in schema]
+        return [_restated(each, is_old, is_lenient) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    is_reference = isinstance(schema.get("$ref"), str)
-    restated = {}
+    is_reference = is_old and isinstance(schema.get("$ref"), str)
+    found = {}
     for keyword, value in schema.items():
-        if is_reference and keyword not in _BESIDE_REFERENCES:
+        if (is_reference and keyword not in _BESIDE_REFERENCES) or _restricts_nothing(keyword, value):
+            continue
+        if is_lenient and keyword == "pattern" and _finds(_LOOKAROUND, value):
             continue
         if keyword in _MAPS and isinstance(value, dict):
-            value = {name: _restated(each) for name, each in value.items()}
+            value = {name: _restated(each, is_old, is_lenient) for name, each in value.items()}
         elif keyword not in _DATA:  # references may lead into unknown keywords, too
-            value = _restated(value)
-        restated[keyword] = value
-    return restated
+            value = _restated(value, is_old, is_lenient)
+        found[keyword] = value
+    return _with_tags(found)
+
+
+def _restricts_nothing(keyword: str, value: Any) -> bool:
+    """Returns whether any text satisfies a keyword that llguidance would refuse.
+
+    An unknown format is an annotation (JSON Schema Validation, draft 2020-12, section 7.2.3). Names are strings.
+    """
+    if keyword == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    return keyword == "propertyNames" and value in (True, {}, {"type": "string"})
+
+
+def _with_tags(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose alternatives require the property that tells them apart, which `discriminator` names.
+
+    OpenAPI demands it, and without it llguidance does not see that only one of them can hold.
+    """
+    options, tag = schema.get("oneOf"), schema.get("discriminator")
+    name = tag.get("propertyName") if isinstance(tag, dict) else None
+    if not isinstance(name, str) or not isinstance(options, list):
+        return schema
+    tagged = []
+    for option in options:
+        required = option.get("required", []) if isinstance(option, dict) else None
+        if not isinstance(required, list):
+            return schema
+        tagged.append(option if name in required else option | {"required": [*required, name]})
+    return schema | {"oneOf": tagged}
 
 
 def has_unwritable_text(schema: Any) -> bool:

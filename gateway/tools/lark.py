@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.tools.tool_use import Tool, ToolUse
 from quire.grammar_options import JSON_OPTIONS
-from quire.json_schemas import by_its_draft
+from quire.json_schemas import restated
 
 WHITE = r"[ \t\r\n]{0,8}"
 """White space outside the arguments. It is bounded, because models may write it without end."""
@@ -36,7 +36,7 @@ class Lark:
 
         Without `strict`, keywords of the schema that cannot be enforced are passed over.
         """
-        schema = by_its_draft(dict(tool.parameters or {})) | {
+        schema = restated(dict(tool.parameters or {}), is_lenient=not tool.is_strict) | {
             "type": "object",
             "x-guidance": JSON_OPTIONS | {"lenient": not tool.is_strict},
         }
@@ -49,7 +49,7 @@ class Lark:
         """
         if use.is_forced or use.schema is None:
             return ""
-        schema = by_its_draft(use.schema) | {"x-guidance": JSON_OPTIONS}
+        schema = restated(use.schema) | {"x-guidance": JSON_OPTIONS}
         return f" | {self.add('answer', f'{before} %json {json.dumps(schema)}')}"
 
     def only_calls(self, calls: Sequence[str], use: ToolUse) -> str:

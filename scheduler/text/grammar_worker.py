@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.grammar_options import JSON_OPTIONS
 from quire.grammars import COMPILER_STACK_BYTES, MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
-from quire.json_schemas import by_its_draft, has_unwritable_text
+from quire.json_schemas import has_unwritable_text, restated
 
 from .worker_pipe import read_message, write_answer
 
@@ -102,13 +102,12 @@ def _check_texts(text: str) -> None:
 
 
 def _restated(text: str) -> str:
-    """Returns the text of a schema by the rules of the newest draft. What cannot be read stays as it is, to be refused
-    by llguidance, which names the position."""
-    if '"$ref"' not in text or '"$schema"' not in text:
-        return text
+    """Returns the text of a schema in keywords that llguidance follows. What cannot be read stays as it is, to be
+    refused by llguidance, which names the position."""
     try:
         schema = json.loads(text)
-        return json.dumps(by_its_draft(schema)) if isinstance(schema, dict) else text
+        found = restated(schema) if isinstance(schema, dict) else schema
+        return text if found == schema else json.dumps(found)
     except (ValueError, RecursionError):
         return text
 

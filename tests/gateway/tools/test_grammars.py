@@ -226,9 +226,10 @@ def test_schemas_with_references(name: str) -> None:
 
 
 @each
-def test_a_keyword_that_cannot_be_enforced(name: str) -> None:
+@pytest.mark.parametrize("keyword", [{"not": {"type": "string"}}, {"type": "string", "pattern": "^(?!a)b$"}])
+def test_a_keyword_that_cannot_be_enforced(name: str, keyword: dict[str, Any]) -> None:
     """It is an error of strict tools only."""
-    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    schema = {"type": "object", "properties": {"a": keyword}}
     _, grammars, tokens = followed(has_tokens=True)
     for is_strict in (True, False):
         use = ToolUse((Tool("weather", schema, is_strict=is_strict),), is_forced=True)

@@ -79,6 +79,37 @@ async def test_what_stands_beside_a_reference_holds_by_the_draft(
     assert not any(matches(vocabulary, grammar, each) for each in refused)
 
 
+async def test_schemas_of_pydantic_and_zod(make_compiler: MakeCompiler, vocabulary: LLTokenizer) -> None:
+    """They have keywords that restrict nothing, and tags with a default, which are not required."""
+    tagged = {
+        each: {"type": "object", "properties": {"kind": {"const": each, "default": each}, each: {"type": "integer"}}}
+        for each in ("cat", "dog")
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "pet": {
+                "discriminator": {"propertyName": "kind"},
+                "oneOf": [{"$ref": f"#/$defs/{each}"} for each in tagged],
+            },
+            "ages": {
+                "type": "object",
+                "propertyNames": {"type": "string"},
+                "additionalProperties": {"type": "integer"},
+            },
+            "key": {"type": "string", "format": "password", "writeOnly": True},
+        },
+        "required": ["pet", "ages", "key"],
+        "$defs": {each: value | {"additionalProperties": False} for each, value in tagged.items()},
+    }
+    compiled = await compile_text(make_compiler(), "json_schema", json.dumps(schema))
+    assert compiled.problem == ""
+    good = {"pet": {"kind": "dog", "dog": 5}, "ages": {"a": 5}, "key": "k"}
+    assert matches(vocabulary, compiled.text, json.dumps(good))
+    for bad in ({"pet": {"kind": "dog", "cat": 5}}, {"pet": {}}, {"ages": {"a": "x"}}, {"key": 5}):
+        assert not matches(vocabulary, compiled.text, json.dumps(good | bad))
+
+
 @pytest.mark.parametrize(
     "schema",
     [
