@@ -8,7 +8,7 @@ from gateway.api.anthropic_answer import MessageChunks, MessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.errors import ApiError
 from gateway.api.fields import Fields, shown
-from gateway.api.messages import CACHE_CONTROL, add_plain_tool, each_message
+from gateway.api.messages import CACHE_CONTROL, add_effort, add_plain_tool, each_message
 from gateway.api.sampling import MAX_STOP, plain_request
 from gateway.api.sampling import NAMES as SAMPLING_NAMES
 from gateway.api.structured_output import add_output_format
@@ -117,6 +117,8 @@ def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
         chat.messages.add(role="system", content=system)
     _add_messages(fields, chat)
     _add_thinking(fields, chat)
+    if (config := fields.nested("output_config")) is not None:
+        add_effort(config, "effort", chat)
     return _add_tools(fields, chat)
 
 

@@ -52,7 +52,7 @@ def add_output_format(fields: Fields, request: pb.GenerateRequest) -> dict[str, 
     """Adds Anthropic's `output_config.format`, or `output_format`, its older name. Returns names for errors."""
     config = fields.nested("output_config")
     if config is not None:
-        config.check_names({"format"}, {"effort": ("high",), "task_budget": ()})
+        config.check_names({"format", "effort"}, {"task_budget": ()})
     form = None if config is None else config.nested("format")
     if "output_format" in fields:
         if form is not None:

@@ -87,6 +87,16 @@ def test_a_call_may_say_that_the_model_made_it(parse_chat: Callable[..., pb.Chat
     assert caught.value.param == "messages[0].content[0].caller"
 
 
+@pytest.mark.parametrize("effort", ["low", "medium", "high", "max"])
+def test_the_effort_is_a_variable_of_the_template(effort: str) -> None:
+    """The other two APIs have this variable too. It changes the prompt, so it is counted."""
+    config = {"effort": effort, "format": {"type": "json_schema", "schema": {"type": "object"}}}
+    wanted = {"reasoning_effort": json.dumps(effort)}
+    assert dict(parse(output_config=config).chat.template_arguments) == wanted
+    assert dict(parse_count({"messages": [USER], "output_config": config})[1].chat.template_arguments) == wanted
+    assert dict(parse(output_config={}).chat.template_arguments) == {}
+
+
 def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]
     assert parse(messages=messages).chat.continue_final_message
