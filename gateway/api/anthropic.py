@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from gateway.api.anthropic_answer import MessageChunks, MessageCollector
@@ -18,7 +19,10 @@ from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import tokenization_pb2
 
-COUNTED = {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"}
+COUNTED = {
+    "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format",
+    "context_management",
+}  # fmt: skip
 """The fields of requests to count tokens."""
 
 KNOWN = COUNTED | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "cache_salt"}
@@ -26,10 +30,11 @@ IGNORED = {"metadata", "service_tier", "inference_geo"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
     **CACHE_CONTROL,
     "speed": ("standard",),
 }
+
+CLEAR_THOUGHTS = "clear_thinking_20251015"
 
 _NEUTRAL_IN_TEXT = CACHE_CONTROL | {"citations": ([],)}
 _NEUTRAL_IN_CALL = CACHE_CONTROL | {"caller": ({"type": "direct"},)}
@@ -116,6 +121,7 @@ def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
     if "system" in fields and (system := _text_of(fields, "system")):
         chat.messages.add(role="system", content=system)
     _add_messages(fields, chat)
+    _clear_thoughts(fields, chat)
     _add_thinking(fields, chat)
     if (config := fields.nested("output_config")) is not None:
         add_effort(config, "effort", chat)
@@ -136,11 +142,41 @@ def _add_thinking(fields: Fields, chat: pb.ChatPrompt) -> None:
             thinking.add_problem("type", f"must be disabled or adaptive, not {shown(kind)}: thoughts have no budget")
 
 
+def _clear_thoughts(fields: Fields, chat: pb.ChatPrompt) -> None:
+    """Follows `context_management`, of which only the edit that clears thoughts is known."""
+    management = fields.nested("context_management")
+    if management is None:
+        return
+    management.check_names({"edits"})
+    for edit in management.objects("edits", management.items("edits")):
+        edit.check_names({"type", "keep"})
+        if edit.get("type") != CLEAR_THOUGHTS:
+            edit.add_problem("type", f"must be {CLEAR_THOUGHTS}, not {shown(edit.get('type'))}")
+        elif edit.get("keep") not in ("all", {"type": "all"}):
+            keep = edit.nested("keep")
+            _keep_thoughts(1 if keep is None else keep.integer("value", 1) or 1, chat)
+
+
+def _keep_thoughts(num_turns: int, chat: pb.ChatPrompt) -> None:
+    """Removes all thoughts but those of the last turns of the assistant that have any. Results of tools end no turn."""
+    num_kept, is_in_turn = 0, False
+    for before, message in reversed(list(pairwise([pb.ChatMessage(), *chat.messages]))):
+        if message.role == "user":
+            is_in_turn = is_in_turn and before.role == "tool"
+        elif message.HasField("reasoning_content"):
+            num_kept += not is_in_turn
+            is_in_turn = True
+            if num_kept > num_turns:
+                message.ClearField("reasoning_content")
+
+
 def _add_messages(fields: Fields, chat: pb.ChatPrompt) -> None:
     for message in each_message(fields):
         message.check_names({"role", "content"})
         role = message.get("role")
-        if role not in ("user", "assistant"):
+        if role == "system":  # by these words, Claude Code knows that it has to write user messages instead
+            message.add_problem("role", "role 'system' is not supported on this model: only in the field system")
+        elif role not in ("user", "assistant"):
             message.add_problem("role", f"must be user or assistant, not {shown(role)}")
         elif role == "user" and message.get("content") == []:
             message.add_problem("content", "must have at least one block")

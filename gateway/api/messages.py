@@ -17,7 +17,11 @@ MAX_TEMPLATE_ARGUMENTS = 64
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 CACHE_CONTROL: dict[str, tuple[Any, ...]] = {
-    "cache_control": tuple({"type": "ephemeral"} | ttl for ttl in ({}, {"ttl": "5m"}, {"ttl": "1h"}))
+    "cache_control": tuple(
+        {"type": "ephemeral"} | ttl | scope
+        for scope in ({}, {"scope": "global"})
+        for ttl in ({}, {"ttl": "5m"}, {"ttl": "1h"})
+    )
 }
 _NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],)} | CACHE_CONTROL
 

@@ -97,6 +97,76 @@ def test_the_effort_is_a_variable_of_the_template(effort: str) -> None:
     assert dict(parse(output_config={}).chat.template_arguments) == {}
 
 
+def test_a_system_message_is_refused_in_the_words_that_claude_code_knows() -> None:
+    """It looks for them in the text of a 400, and sends the request again without such messages."""
+    with pytest.raises(ApiError) as caught:
+        parse(messages=[USER, {"role": "system", "content": "Be brief."}])
+    assert (caught.value.status, caught.value.param) == (400, "messages[1].role")
+    assert "role 'system' is not supported on this model" in caught.value.message
+
+
+def turns(**fields: Any) -> list[str]:
+    """Returns the thoughts of three turns, of which the second one has two."""
+    blocks = [{"type": "tool_result", "tool_use_id": "t1", "content": "one"}, {"type": "text", "text": "Go on."}]
+    result = {"role": "user", "content": blocks}
+
+    def said(text: str, block: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "thinking", "thinking": text, "signature": ""}, block]}
+
+    answer = {"type": "text", "text": "yes"}
+    messages = [
+        USER,
+        said("a", answer),
+        USER,
+        said("b", CALL),
+        result,
+        said("c", answer),
+        USER,
+        said("d", answer),
+        USER,
+    ]
+    request = {"messages": messages, "context_management": fields}
+    counted = parse_count(request)[1].chat
+    assert parse(**request).chat == counted
+    return [message.reasoning_content for message in counted.messages if message.role == "assistant"]
+
+
+def test_the_scope_of_a_cache_changes_nothing() -> None:
+    block = {"type": "text", "text": "Be brief."}
+    shared = block | {"cache_control": {"type": "ephemeral", "scope": "global", "ttl": "1h"}}
+    assert parse(system=[shared]) == parse(system=[block])
+
+
+def test_thoughts_of_earlier_turns_can_be_cleared() -> None:
+    """Claude Code asks with each request to keep all, and after a pause to keep one turn's."""
+    edit = {"type": "clear_thinking_20251015"}
+    for nothing in (
+        {},
+        {"edits": []},
+        {"edits": [edit | {"keep": "all"}]},
+        {"edits": [edit | {"keep": {"type": "all"}}]},
+    ):
+        assert turns(**nothing) == ["a", "b", "c", "d"]
+    for one in (edit, edit | {"keep": {"type": "thinking_turns", "value": 1}}):
+        assert turns(edits=[one]) == ["", "", "", "d"]
+    assert turns(edits=[edit | {"keep": {"type": "thinking_turns", "value": 2}}]) == ["", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "param"),
+    [
+        ({"type": "clear_tool_uses_20250919"}, "context_management.edits[0].type"),
+        ({"type": "clear_thinking_20251015", "keep": 5}, "context_management.edits[0].keep"),
+        ({"type": "clear_thinking_20251015", "keep": {"value": 0}}, "context_management.edits[0].keep.value"),
+        ({"type": "clear_thinking_20251015", "trigger": 5}, "context_management.edits[0].trigger"),
+    ],
+)
+def test_other_edits_are_refused(edit: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(context_management={"edits": [edit]})
+    assert caught.value.param == param
+
+
 def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]
     assert parse(messages=messages).chat.continue_final_message
