@@ -26,7 +26,7 @@ COUNTED = {
 """The fields of requests to count tokens."""
 
 KNOWN = COUNTED | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "cache_salt"}
-IGNORED = {"metadata", "service_tier", "inference_geo"}
+IGNORED = {"metadata", "service_tier", "inference_geo", "diagnostics"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
@@ -103,7 +103,7 @@ def parse_count(body: object) -> tuple[str, tokenization_pb2.TokenizeRequest]:
     """Returns the model and the chat whose tokens are to be counted. Raises ApiError that names every bad field."""
     fields = Fields(body)
     fields.raise_problems()
-    fields.check_names(COUNTED, NEUTRAL)
+    fields.check_names(COUNTED | IGNORED, NEUTRAL)
     add_output_format(fields, pb.GenerateRequest())  # is checked, and changes no prompt
     request = tokenization_pb2.TokenizeRequest()
     _add_prompt(fields, request.chat)

@@ -22,6 +22,7 @@ KNOWN = {
 }  # fmt: skip
 IGNORED = {
     "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    "client_metadata",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),

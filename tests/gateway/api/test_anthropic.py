@@ -131,6 +131,12 @@ def turns(**fields: Any) -> list[str]:
     return [message.reasoning_content for message in counted.messages if message.role == "assistant"]
 
 
+def test_what_claude_code_says_about_itself_is_ignored() -> None:
+    said = {"metadata": {"user_id": "u"}, "diagnostics": {"previous_message_id": "msg_1"}}
+    assert parse(**said) == parse()
+    assert parse_count({"messages": [USER]} | said) == parse_count({"messages": [USER]})
+
+
 def test_the_scope_of_a_cache_changes_nothing() -> None:
     block = {"type": "text", "text": "Be brief."}
     shared = block | {"cache_control": {"type": "ephemeral", "scope": "global", "ttl": "1h"}}

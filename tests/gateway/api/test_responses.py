@@ -153,6 +153,7 @@ def test_values_that_change_nothing_are_accepted() -> None:
         for value in values:
             assert parse(**{name: value}) == parse()
     assert parse(user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"]) == parse()
+    assert parse(client_metadata={"x-codex-installation-id": "i"}) == parse()
 
 
 def test_a_null_within_an_object_is_an_absent_field() -> None:
