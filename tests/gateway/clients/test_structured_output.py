@@ -25,6 +25,10 @@ class Fox(BaseModel, extra="forbid"):
     ages: tuple[Literal[1, 2], Literal[3]]
 
 
+class Hen(BaseModel, extra="forbid"):
+    eggs: Literal[1, 2]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -50,6 +54,18 @@ def chat(openai: OpenAI, **fields: Any) -> str:
 def test_a_model_of_pydantic_comes_back(openai: OpenAI) -> None:
     answer = openai.chat.completions.parse(messages=CHAT, response_format=Fox, **SAMPLED)
     assert isinstance(answer.choices[0].message.parsed, Fox)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_agent_gets_a_call_or_an_answer_in_its_format(openai: OpenAI, seed: int) -> None:
+    """Agents send their strict tools and the format of their last answer with each request."""
+    asked: Any = {"tools": [pydantic_function_tool(Fox)], "response_format": Hen, **SAMPLED, "seed": seed}
+    (choice,) = openai.chat.completions.parse(messages=CHAT, **asked).choices
+    if choice.finish_reason == "tool_calls":
+        assert choice.message.tool_calls
+        assert all(isinstance(call.function.parsed_arguments, Fox) for call in choice.message.tool_calls)
+    else:
+        assert isinstance(choice.message.parsed, Hen)
 
 
 def test_what_the_helpers_return_can_be_sent_back(openai: OpenAI) -> None:
