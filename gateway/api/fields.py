@@ -202,7 +202,7 @@ class Fields:
     ) -> str:
         """Returns a string, or the texts of a list of parts joined with line feeds, as vLLM does.
 
-        kinds    the types that a part may have; all of them are text
+        kinds    the types that a part may have; all of them are text, which the field `refusal` of a refusal has
         neutral  further fields of a part, as in `check_names`
         ignored  further fields of a part that may have any value
         """
@@ -218,8 +218,9 @@ class Fields:
             if not isinstance(kind, str) or kind not in kinds:
                 part.add_problem("type", f"must be {' or '.join(kinds)}, not {shown(kind)}: this model takes text only")
                 continue
-            part.check_names({"type", "text", *ignored}, neutral)
-            texts.append(part.required("text"))
+            key = "refusal" if kind == "refusal" else "text"
+            part.check_names({"type", key, *ignored}, neutral)
+            texts.append(part.required(key))
         return "\n".join(texts)
 
     def token_ids(self, name: str, most: int | None = None) -> list[int]:

@@ -16,6 +16,7 @@ MAX_TEMPLATE_ARGUMENTS = 64
 """Most variables of the chat template; a scheduler allows only those that its operator has named."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+ASSISTANT_PARTS = (*TEXT_PARTS, "refusal")
 CACHE_CONTROL: dict[str, tuple[Any, ...]] = {
     "cache_control": tuple(
         {"type": "ephemeral"} | ttl | scope
@@ -29,7 +30,7 @@ _KNOWN = {
     "system": {"role", "content", "name"},
     "developer": {"role", "content", "name"},
     "user": {"role", "content", "name"},
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", "parsed"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", "parsed", "refusal"},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 """The fields of each role. `parsed` repeats the content: helpers of OpenAI's client add it, and it is ignored."""
@@ -61,7 +62,10 @@ def _add_message(message: Fields, role: str, added: pb.ChatMessage) -> None:
     added.role = "system" if role == "developer" else role  # few templates know developers; OpenAI treats them alike
     calls = message.items("tool_calls") if role == "assistant" else []
     if "content" in message:
-        added.content = message.joined_text("content", TEXT_PARTS, _NEUTRAL_IN_PARTS)
+        parts = ASSISTANT_PARTS if role == "assistant" else TEXT_PARTS
+        added.content = message.joined_text("content", parts, _NEUTRAL_IN_PARTS)
+    elif role == "assistant" and "refusal" in message:  # another server's answer, which had no content
+        added.content = message.text("refusal") or ""
     elif role != "assistant" or not (calls or "reasoning_content" in message or "reasoning" in message):
         message.add_problem("content", "must be given")
     for call in message.objects("tool_calls", calls):

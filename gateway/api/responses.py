@@ -6,7 +6,14 @@ from typing import Any
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import MAX_SHOWN, Fields, shown
 from gateway.api.json_values import is_writable
-from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_effort, add_plain_tool, call_arguments
+from gateway.api.messages import (
+    ASSISTANT_PARTS,
+    MAX_MESSAGES,
+    TEXT_PARTS,
+    add_effort,
+    add_plain_tool,
+    call_arguments,
+)
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
@@ -37,6 +44,7 @@ MAX_METADATA = 16
 """Most entries of `metadata`, as in OpenAI's API. The answer repeats them."""
 
 _ABSENT_OF_TOOL = {"description": None, "parameters": None, "strict": None}
+IGNORED_IN_PARTS = ("annotations", "logprobs")
 LOGPROBS = "message.output_text.logprobs"
 IGNORED_INCLUDES = {"reasoning.encrypted_content"}
 
@@ -192,7 +200,9 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
             if role not in _ROLES:
                 item.add_problem("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
                 return
-            chat.messages.add(role="system" if role == "developer" else role, content=_content(item, "content"))
+            parts = ASSISTANT_PARTS if role == "assistant" else TEXT_PARTS
+            content = item.joined_text("content", parts, ignored=IGNORED_IN_PARTS)
+            chat.messages.add(role="system" if role == "developer" else role, content=content)
         case "function_call":
             item.check_names({"type", "call_id", "name", "arguments", "id"}, _STATUS)
             call = pb.ToolCall(id=item.required("call_id"), name=item.required_name(), arguments=call_arguments(item))
@@ -201,13 +211,10 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
             chat.messages[-1].tool_calls.append(call)
         case "function_call_output":
             item.check_names({"type", "call_id", "output", "id"}, _STATUS)
-            chat.messages.add(role="tool", content=_content(item, "output"), tool_call_id=item.required("call_id"))
+            output = item.joined_text("output", TEXT_PARTS, ignored=IGNORED_IN_PARTS)
+            chat.messages.add(role="tool", content=output, tool_call_id=item.required("call_id"))
         case kind:
             item.add_problem("type", f"is not supported: {shown(kind)}")
-
-
-def _content(item: Fields, name: str) -> str:
-    return item.joined_text(name, TEXT_PARTS, ignored=("annotations", "logprobs"))
 
 
 def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:

@@ -66,6 +66,16 @@ def test_calls_and_their_results() -> None:
     assert (chat.messages[2].tool_call_id, chat.messages[2].content) == ("c1", "42")
 
 
+def test_a_refusal_of_another_server_is_what_the_assistant_said() -> None:
+    refusal = {"type": "refusal", "refusal": "no"}
+    for answer in ({"refusal": "no"}, {"content": None, "refusal": "no"}, {"content": [refusal]}):
+        assert parsed([USER, {"role": "assistant", **answer}]).messages[1].content == "no"
+    assert parsed([USER, {"role": "assistant", "content": "c", "refusal": "no"}]).messages[1].content == "c"
+    assert refused([{"role": "user", "content": [refusal]}]) == "messages[0].content[0].type"
+    assert refused([{"role": "user", "content": "c", "refusal": "no"}]) == "messages[0].refusal"
+    assert refused([{"role": "assistant", "refusal": 5}]) == "messages[0].refusal"
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Ro', "[]", "null", " ", '{"x": NaN}', r'{"x": "\ud83d"}', "[" * 9999])
 def test_arguments_that_are_no_json_object_can_be_sent_back(arguments: str) -> None:
     """A call that broke off stays in the conversation, and every later request has it."""

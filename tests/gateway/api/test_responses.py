@@ -73,6 +73,12 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert parse(tools=[TOOL], tool_choice="none").chat.tools
 
 
+def test_a_refusal_of_another_server_is_what_the_assistant_said() -> None:
+    part = {"type": "refusal", "refusal": "no"}
+    assert parse(input=[USER, {"role": "assistant", "content": [part]}]).chat.messages[1].content == "no"
+    assert refused(input=[USER | {"content": [part]}]).param == "input[0].content[0].type"
+
+
 def test_arguments_that_are_no_json_object_can_be_sent_back() -> None:
     chat = parse(input=[USER, CALL | {"arguments": '{"city": "Ro'}]).chat
     assert json.loads(chat.messages[1].tool_calls[0].arguments) == {"invalid_json": '{"city": "Ro'}
