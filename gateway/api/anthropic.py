@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's API: the bodies as requests to a scheduler."""
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -33,6 +34,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **CACHE_CONTROL,
     "speed": ("standard",),
 }
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""The line with which Claude Code begins its system prompt. Its last part differs in each request, so that no prompt
+would begin like the one before, and nothing would be cached."""
 
 CLEAR_THOUGHTS = "clear_thinking_20251015"
 
@@ -118,7 +123,7 @@ def token_count(response: tokenization_pb2.TokenizeResponse) -> dict[str, Any]:
 
 def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
     """Adds all that the prompt is rendered from."""
-    if "system" in fields and (system := _text_of(fields, "system")):
+    if "system" in fields and (system := _BILLING.sub("", _text_of(fields, "system"))):
         chat.messages.add(role="system", content=system)
     _add_messages(fields, chat)
     _clear_thoughts(fields, chat)

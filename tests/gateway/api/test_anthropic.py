@@ -137,6 +137,16 @@ def test_what_claude_code_says_about_itself_is_ignored() -> None:
     assert parse_count({"messages": [USER]} | said) == parse_count({"messages": [USER]})
 
 
+def test_prompts_of_claude_code_begin_alike() -> None:
+    """The line for the bill differs in each request; without it, the prompt before is cached."""
+    bill = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch=36ee5;"
+    plain = parse(system="Be brief.")
+    assert parse(system=[{"type": "text", "text": bill}, {"type": "text", "text": "Be brief."}]) == plain
+    assert parse(system=f"{bill}\nBe brief.") == plain
+    assert parse(system=bill) == parse()
+    assert parse(system=f"Be brief.\n{bill}").chat.messages[0].content == f"Be brief.\n{bill}"
+
+
 def test_the_scope_of_a_cache_changes_nothing() -> None:
     block = {"type": "text", "text": "Be brief."}
     shared = block | {"cache_control": {"type": "ephemeral", "scope": "global", "ttl": "1h"}}
