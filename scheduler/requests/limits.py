@@ -70,9 +70,13 @@ class ModelBounds:
     has_grammars: bool = False
 
     def check_capacity(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Raises CapacityExceeded if one sequence can never hold so many tokens."""
-        if num_prompt_tokens + num_output_tokens > self.max_tokens_per_sequence:
-            raise CapacityExceeded(
-                f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of output are more than the "
-                f"{self.max_tokens_per_sequence} that one sequence can hold here"
-            )
+        """Raises CapacityExceeded if one sequence can never hold so many tokens.
+
+        Clients of Anthropic's API read the numbers in its words: they ask again for less output, or shorten the prompt.
+        """
+        most = self.max_tokens_per_sequence
+        if num_prompt_tokens > (most_of_prompt := most - min(1, num_output_tokens)):
+            raise CapacityExceeded(f"prompt is too long: {num_prompt_tokens} tokens > {most_of_prompt} maximum")
+        if num_prompt_tokens + num_output_tokens > most:
+            total = f"{num_prompt_tokens} + {num_output_tokens}"
+            raise CapacityExceeded(f"input length and `max_tokens` exceed context limit: {total} > {most}")

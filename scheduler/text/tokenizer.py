@@ -177,9 +177,7 @@ def _check_fewest(num_tokens: int, max_tokens: int | None) -> None:
 
 
 def _capacity_exceeded(num_tokens: str, max_tokens: int) -> CapacityExceeded:
-    return CapacityExceeded(
-        f"{num_tokens} prompt tokens and 1 of output are more than the {max_tokens + 1} that one sequence can hold here"
-    )
+    return CapacityExceeded(f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum")
 
 
 def _add_listed_tokens(tokenizer: FastTokenizer, checkpoint: Checkpoint) -> None:

@@ -263,10 +263,17 @@ def test_number_of_reported_violations_is_limited() -> None:
         (3, {"min_tokens": 2**32 - 1}),
     ],
 )
-def test_requests_that_never_fit_are_refused(num_prompt: int, stopping: dict[str, Any]) -> None:
-    with pytest.raises(CapacityExceeded):
+def test_requests_that_never_fit_are_refused_in_words_that_clients_read(
+    num_prompt: int, stopping: dict[str, Any]
+) -> None:
+    """Claude Code compacts a conversation after the first message, and asks for less output after the second."""
+    words = rf"^prompt is too long: {num_prompt} tokens > 63 maximum$"
+    if num_prompt < 64:
+        num_output = max(stopping.values())
+        words = rf"^input length and `max_tokens` exceed context limit: {num_prompt} \+ {num_output} > 64$"
+    with pytest.raises(CapacityExceeded, match=words):
         admit(request(token_ids=[1] * num_prompt, stopping=stopping))
-    with pytest.raises(CapacityExceeded):
+    with pytest.raises(CapacityExceeded, match=words):
         admit(request(text="…", stopping=stopping), num_prompt=num_prompt)
 
 
