@@ -21,7 +21,7 @@ CHAT_NEUTRAL = NEUTRAL | {
     "audio": (),
     "functions": ([],),
     "function_call": ("none",),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
     "best_of": (1,),

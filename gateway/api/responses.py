@@ -218,12 +218,17 @@ def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
 
 
 def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
-    """Adds the tools. Templates receive them in the form of chat completions."""
+    """Adds the tools. Templates receive them in the form of chat completions.
+
+    An offered search of the web is never used, and no error: Codex offers one with each request.
+    """
     tools = []
     for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
         tool = Fields(value, f"tools[{i}].", fields.problems)
+        if tool.get("type") == "web_search":
+            continue
         tool.check_names({"type", "name", "description", "parameters", "strict"})
         if tool.get("type") != "function":
             tool.add_problem("type", f'must be "function", not {shown(tool.get("type"))}')
         tools.append(add_plain_tool(tool, "parameters", chat))
-    return chat_tool_use(fields, tools)
+    return chat_tool_use(fields, tools) if tools or fields.get("tool_choice") != "auto" else None

@@ -13,6 +13,7 @@ from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import finished, logprob, started
 
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
+SEARCH = {"type": "web_search", "external_web_access": False}
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
@@ -124,7 +125,9 @@ def test_a_thought_comes_with_what_the_assistant_has_written_after_it() -> None:
         ({"input": [{"role": "user", "content": "x"}] * 1025}, "input"),
         ({"safety_identifier": 5}, "safety_identifier"),
         ({"prompt_cache_key": ["k"]}, "prompt_cache_key"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "file_search"}]}, "tools[0].type"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tools": [TOOL | {"strict": 1}]}, "tools[0].strict"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -160,6 +163,11 @@ def test_values_that_change_nothing_are_accepted() -> None:
             assert parse(**{name: value}) == parse()
     assert parse(user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"]) == parse()
     assert parse(client_metadata={"x-codex-installation-id": "i"}) == parse()
+
+
+def test_an_offered_search_of_the_web_is_never_used() -> None:
+    assert parse(tools=[SEARCH], tool_choice="auto") == parse()
+    assert parse(tools=[SEARCH, TOOL]) == parse(tools=[TOOL])
 
 
 def test_a_null_within_an_object_is_an_absent_field() -> None:
