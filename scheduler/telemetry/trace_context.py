@@ -6,8 +6,11 @@ from dataclasses import dataclass
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _IS_SAMPLED = 0x01
 _STATE_MEMBER = re.compile(
-    r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+    r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 )
+"""OpenTelemetry logs a line for each member with another key, such as those of level 2, and drops all members."""
+
 _MAX_STATE_CHARACTERS = 512
 _MAX_STATE_MEMBERS = 32
 

@@ -41,11 +41,14 @@ def test_invalid_headers_are_ignored(header: str | None) -> None:
     assert parse_trace_context(header) is None
 
 
-@pytest.mark.parametrize("state", ["a=1", "congo=t61rcWkgMzE, rojo=00f067aa0ba902b7", "t@vendor=x y z!", "0=~"])
-def test_valid_states_are_kept(state: str) -> None:
+@pytest.mark.parametrize("state", ["a=1", "congo=t61rcWkgMzE, rojo=00f067aa0ba902b7", "t@vendor=x y z!", "0@v=~"])
+def test_valid_states_are_kept(state: str, caplog: pytest.LogCaptureFixture) -> None:
     context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None
     assert context.state == state
+    library = pytest.importorskip("opentelemetry.trace", reason="the extra `otel` is not installed")
+    assert len(library.TraceState.from_header([context.state])) == len(state.split(","))  # it has the same rules
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,10 @@ def test_valid_states_are_kept(state: str) -> None:
         "a=",
         "A=1",
         "k=" + "v" * 300,
+        "0=1",  # a key of level 2, as are the next two
+        "a@0=1",
+        "a@b@c=1",
+        f"{'k' * 242}@v=1",
         ",".join(f"k{number}=v" for number in range(33)),
     ],
 )
