@@ -17,7 +17,7 @@ from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.http.model_tools import prepare
 from gateway.http.reader import Reader
 from gateway.schedulers.open_requests import OpenRequests
-from gateway.schedulers.stream import Caller, GenerationStream
+from gateway.schedulers.stream import Caller, GenerationStream, trace_header
 from quire.errors import InternalError, QueueFullError, QuireError, UnavailableError
 from quire.v1 import tokenization_pb2
 
@@ -239,14 +239,9 @@ def caller_of(request: web.Request) -> Caller:
     return Caller(
         authorization=authorization_of(request),
         address=(request.remote or "")[:256],
-        traceparent=_plain(headers.get("traceparent", ""))[:256],
-        tracestate=_plain(headers.get("tracestate", ""))[:512],
+        traceparent=trace_header(headers.get("traceparent", ""), 256),
+        tracestate=trace_header(",".join(headers.getall("tracestate", [])), 512),
     )
-
-
-def _plain(header: str) -> str:
-    """Returns a header of W3C Trace Context; an empty one, as if there were none, if it is not ASCII."""
-    return header if header.isascii() else ""
 
 
 def authorization_of(request: web.Request) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from gateway.schedulers.stream import Caller
+from gateway.schedulers.stream import Caller, trace_header
 from quire.errors import UnauthenticatedError
 from quire.logs import printable
 from scheduler.identity.identity import CALLER, Identity
@@ -76,8 +76,8 @@ def caller_of(context: Context, peer: str) -> Caller:
     return Caller(
         authorization=metadata.get("authorization", ""),
         address=printable(peer)[:MAX_ADDRESS],
-        traceparent=metadata.get("traceparent", "")[:256],
-        tracestate=metadata.get("tracestate", "")[:512],
+        traceparent=trace_header(metadata.get("traceparent", ""), 256),
+        tracestate=trace_header(metadata.get("tracestate", ""), 512),
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
 

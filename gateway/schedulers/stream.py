@@ -50,6 +50,14 @@ class Caller:
         return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
 
+def trace_header(text: str, max_length: int) -> str:
+    """Returns a header of W3C Trace Context; an empty one, as if there were none, if it is longer or not ASCII.
+
+    The beginning of a longer one could be read as other values.
+    """
+    return text if len(text) <= max_length and text.isascii() else ""
+
+
 class Taker(Protocol):
     """Takes messages as they arrive. Both methods are called on the event loop."""
 

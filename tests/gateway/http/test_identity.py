@@ -112,6 +112,29 @@ async def test_trace_context_is_passed_on() -> None:
     assert (rig.fake.opened[0].traceparent, rig.fake.opened[0].tracestate) == (trace, "a=1")
 
 
+async def test_a_trace_state_of_several_headers_is_one_list() -> None:
+    async with Rig() as rig:
+        body = b'{"model": "tiny", "prompt": "hi"}'
+        reader, writer = await asyncio.open_connection(*rig.server.address.split(":"))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"tracestate: a=1\r\ntracestate: b=2\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+    assert rig.fake.opened[0].tracestate == "a=1,b=2"
+
+
+@pytest.mark.parametrize(("length", "is_kept"), [(512, True), (513, False)])
+async def test_a_trace_state_is_passed_on_whole_or_not_at_all(length: int, is_kept: bool) -> None:
+    """Its beginning would tell another value of the last member."""
+    state = "a=1,b=" + "x" * 250 + ",c="
+    state += "x" * (length - len(state))
+    async with Rig() as rig:
+        await rig.post("/v1/chat/completions", CHAT, tracestate=state)
+    assert rig.fake.opened[0].tracestate == (state if is_kept else "")
+
+
 async def test_pages_of_other_sites_are_refused() -> None:
     async with Rig(allowed_hosts="Chat.example") as rig:
         own = rig.server.address
