@@ -45,7 +45,7 @@ class LivePage:
             [
                 web.get("/", self._show_file),
                 web.get("/live/prompt", self._describe_prompt),
-                web.get("/live/events", self._send_events),
+                web.get("/live/events", self._send_events, allow_head=False),  # a stream has no header alone
                 web.post("/live/completions", self._completions.generate),
                 web.get("/live/{name}", self._show_file),
             ]

@@ -86,6 +86,12 @@ async def test_a_server_that_stops_ends_the_event_stream(
             await response.content.readany()
 
 
+async def test_a_stream_has_no_header_alone(served: Served, session: aiohttp.ClientSession) -> None:
+    """Such a request got frames, which its client takes for the answer to its next one, and a viewer's place."""
+    async with session.head(f"{served.url}/live/events") as response:
+        assert response.status == 404
+
+
 async def test_a_viewer_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     async def large_event(viewer: Viewer, timeout_s: float) -> bytes:
         await asyncio.sleep(0)
