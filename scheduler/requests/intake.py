@@ -133,13 +133,13 @@ class Intake:
     async def tokenize(self, fields: RequestFields, tenant: str, adds_special_tokens: bool) -> list[int]:
         """Returns the ids of a prompt: the fields "text" or "chat…" of a request. Raises the errors of `open`."""
         self._rates.take_request(tenant)
-        checker = RequestChecker(fields, self._limits, self._bounds(), self.model.defaults, drawn_seed=0)
+        checker = RequestChecker(fields, self._limits, self._bounds(tenant), self.model.defaults, drawn_seed=0)
         return await self._prompt_token_ids(checker, tenant, adds_special_tokens)
 
     async def detokenize(self, fields: RequestFields, tenant: str) -> str:
         """Returns the text of the ids in the field "token_ids". Raises the errors of `open`."""
         self._rates.take_request(tenant)
-        bounds, num_ids = self._bounds(), len(fields.items("token_ids"))
+        bounds, num_ids = self._bounds(tenant), len(fields.items("token_ids"))
         bounds.check_capacity(num_ids, 0)
         check = partial(fields.token_ids, "token_ids", bounds.vocab_size)
         token_ids = await self.model.tokenizer.in_turn(check, num_ids, tenant)
@@ -212,19 +212,19 @@ class Intake:
         settings = self._tenants.settings_of(tenant)
         defaults = replace(self.model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
         # Clients see the seeds of their own requests, and must not be able to compute those of others.
-        check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, secrets.randbits(64))
+        check = partial(RequestChecker, fields, self._limits, self._bounds(tenant), defaults, secrets.randbits(64))
         token_ids = fields.get("token_ids.ids")
         size = _length(token_ids) + num_resumed_ids(fields) + MESSAGE_CHARACTERS * _length(fields.get("chat.messages"))
         checker = await self.model.tokenizer.in_turn(check, size, tenant)
         grammar = ""
         if checker.grammar is not None:
-            grammar = await self._grammars.compiled(checker.grammar, self._bounds().vocab_size, holder)
+            grammar = await self._grammars.compiled(checker.grammar, self._bounds(tenant).vocab_size, holder)
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         request_id = self._engine.new_request_id()
 
         def complete() -> Request:
             # The bounds are read each time: an executor with a smaller pool or other weights may have come meanwhile.
-            bounds = self._bounds()
+            bounds = self._bounds(tenant)
             if checker.resumption is not None:
                 check_model(fields.get(CONTINUATION), bounds)
             return checker.complete(
@@ -252,12 +252,12 @@ class Intake:
         request = resumed.rest_of(complete(), fields.get("resume.num_prompt_logprobs"))
         return CheckedRequest(request, stream_settings, resumed.completions, resumed)
 
-    def _bounds(self) -> ModelBounds:
+    def _bounds(self, tenant: str) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
             raise Unavailable("the server is draining")  # raised here, before the request is tokenised
         return ModelBounds(
             vocab_size=self._engine.description.vocab_size,
-            max_num_seqs=self._engine.description.max_num_seqs,
+            max_num_seqs=min(self._engine.description.max_num_seqs, self._tenants.max_num_seqs_of(tenant)),
             max_tokens_per_sequence=self._engine.max_prompt_and_output,
             has_chat_template=self.model.chat is not None,
             max_model_len=self._engine.description.max_model_len,

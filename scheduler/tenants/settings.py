@@ -58,6 +58,10 @@ class Tenants:
     def terms_of(self, tenant: str) -> TenantTerms:
         return self.settings_of(tenant).terms
 
+    def max_num_seqs_of(self, tenant: str) -> int:
+        """Returns the most sequences that a tenant may run at once; a large number if there is no limit."""
+        return self.terms_of(tenant).max_num_seqs or 2**31
+
     @classmethod
     def load(cls, path: str | None) -> "Tenants":
         """Reads the file; without a path, all tenants are equal. Raises TenantsError."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import grpc.aio
 import pytest
-from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
@@ -173,6 +173,26 @@ async def test_sequences_that_run_at_once(entry: str, checkpoint: Checkpoint, tm
             await asyncio.sleep(0.001)
         assert most == {"busy": 1, "quiet": 4}, "although eleven slots are free"
         assert await asyncio.gather(*asking) == [OK] * 4
+
+
+@pytest.mark.parametrize("field", ["n", "beam_width"])
+async def test_more_sequences_than_may_ever_run_are_a_bad_field(
+    field: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """A prompt that is too long has another code: clients shorten theirs then, and would send the request again."""
+    async with serving(checkpoint, tmp_path, TenantSettings(TenantTerms(max_num_seqs=2))) as entries:
+        request = pb.GenerateRequest(text=TEXT, sampling=pb.SamplingParams(**{field: 3}))
+        calls: list[Any] = [
+            entries.stub.Generate(request, metadata=(("authorization", f"Bearer {entries.keys[tenant]}"),))
+            for tenant in ("busy", "quiet")
+        ]
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await collect(calls[0])
+        bad = BadRequest()
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(raised.value).details[0].Unpack(bad)
+        assert [each.field for each in bad.field_violations] == [f"sampling.{field}"]
+        await collect(calls[1])
 
 
 @both
