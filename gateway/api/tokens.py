@@ -13,6 +13,7 @@ NAMES = {
     "chat.tools": "tools",
     "chat.template_arguments": "chat_template_kwargs",
     "token_ids": "tokens",
+    "return_bytes": "return_token_strs",
 }
 """The JSON name of each field of the requests."""
 

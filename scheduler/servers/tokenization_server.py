@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import tokenization_pb2 as pb
 from quire.v1.tokenization_pb2_grpc import TokenizationServicer
-from scheduler.core import CapacityExceeded
+from scheduler.core import InvalidRequest
 from scheduler.identity.identity import CALLER
 from scheduler.requests.status import or_abort
 from scheduler.servers.generation_server import read_fields
@@ -42,7 +42,7 @@ class TokenizationServer(TokenizationServicer):
         tokens: list[bytes] = []
         if request.return_bytes:
             if len(ids) > MAX_TOKENS_WITH_BYTES:
-                raise CapacityExceeded(f"return_bytes is for at most {MAX_TOKENS_WITH_BYTES} tokens, not {len(ids)}")
+                raise InvalidRequest({"return_bytes": f"is for at most {MAX_TOKENS_WITH_BYTES} tokens, not {len(ids)}"})
             tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
         respond = partial(pb.TokenizeResponse, token_ids=ids, tokens=tokens, max_model_len=self._intake.max_model_len)
         return await tokenizer.in_turn(respond, len(ids), tenant)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from scheduler.identity.key_file import digest, revoke
 from scheduler.requests.limits import RequestLimits
+from scheduler.servers import tokenization_server
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.gateway.rig import Rig, content, parsed_events
 from tests.support.scheduler.callers import Callers
@@ -245,3 +246,12 @@ async def test_a_slow_reader_does_not_hold_up_others(servers: Servers) -> None:
             events = parsed_events(await slow.text())
     assert events[-1] == "[DONE]"
     assert len(content(events)) > 10_000
+
+
+async def test_names_of_too_many_tokens_are_a_bad_field(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a context that is too long: the same text without the names of its tokens is fine."""
+    monkeypatch.setattr(tokenization_server, "MAX_TOKENS_WITH_BYTES", 1)
+    async with rig_for(await servers.start()) as rig:
+        status, body = await rig.post("/tokenize", {"prompt": "hello fox", "return_token_strs": True})
+        assert (status, body["error"]["param"], body["error"]["code"]) == (400, "return_token_strs", None)
+        assert (await rig.post("/tokenize", {"prompt": "hello fox"}))[0] == 200
