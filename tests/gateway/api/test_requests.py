@@ -148,6 +148,12 @@ def test_unsupported_fields_of_completions_are_refused_unless_they_ask_for_nothi
     assert refused(parse_completion, {"prompt": "a", name: {"other": 1}}) == name
 
 
+def test_the_default_verbosity_changes_nothing_and_others_are_refused() -> None:
+    """The Responses API has the same rule for `text.verbosity`."""
+    assert chat(verbosity="medium") == chat()
+    assert refused(parse_chat, {"messages": MESSAGES, "verbosity": "low"}) == "verbosity"
+
+
 def refused(parse: Any, body: Any) -> str | None:
     """Returns the field that the error names."""
     with pytest.raises(ApiError) as raised:
