@@ -231,4 +231,4 @@ def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
         if tool.get("type") != "function":
             tool.add_problem("type", f'must be "function", not {shown(tool.get("type"))}')
         tools.append(add_plain_tool(tool, "parameters", chat))
-    return chat_tool_use(fields, tools) if tools or fields.get("tool_choice") != "auto" else None
+    return chat_tool_use(fields, tools, needing_tools=("required",))  # answers without tools say "auto", too

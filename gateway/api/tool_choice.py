@@ -13,8 +13,13 @@ UNWRITABLE_NAMES = (
 )
 
 
-def chat_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
-    """Reads `tool_choice` and `parallel_tool_calls` of OpenAI's APIs. Returns None without tools."""
+def chat_tool_use(
+    fields: Fields, tools: Sequence[Tool], needing_tools: Collection[str] = ("auto", "required")
+) -> ToolUse | None:
+    """Reads `tool_choice` and `parallel_tool_calls` of OpenAI's APIs. Returns None without tools.
+
+    needing_tools  choices that are refused without tools
+    """
     several = fields.flag("parallel_tool_calls", default=True)
     choice = fields.get("tool_choice")
     if isinstance(choice, dict):
@@ -24,7 +29,7 @@ def chat_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
         return _named_use(named, tools)
     if choice not in (None, "none", "auto", "required"):
         fields.add_problem("tool_choice", f"must be none, auto, required or a tool, not {shown(choice)}")
-    elif choice in ("auto", "required") and not tools:
+    elif choice in needing_tools and not tools:
         fields.add_problem("tool_choice", "is allowed only with tools")
     use = ToolUse(tuple(tools), choice != "none", choice == "required", None, several)
     return _checked(fields, use) if tools else None

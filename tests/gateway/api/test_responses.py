@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
-from gateway.api.responses import LOGPROBS, NEUTRAL, parse_response
+from gateway.api.responses import KNOWN, LOGPROBS, NEUTRAL, parse_response
 from gateway.api.responses_answer import ResponseChunks, Settings
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import finished, logprob, started
@@ -168,6 +168,13 @@ def test_values_that_change_nothing_are_accepted() -> None:
 def test_an_offered_search_of_the_web_is_never_used() -> None:
     assert parse(tools=[SEARCH], tool_choice="auto") == parse()
     assert parse(tools=[SEARCH, TOOL]) == parse(tools=[TOOL])
+
+
+def test_what_an_answer_repeats_can_be_sent_again() -> None:
+    collector = parse_response({"input": "Hi"}).collector(Head("resp_1", "tiny", 0), ())
+    repeated = {name: value for name, value in collector.body().items() if name in KNOWN}
+    assert {"tool_choice", "tools", "text", "reasoning"} <= repeated.keys()
+    assert parse(**repeated) == parse(temperature=1, top_p=1)
 
 
 def test_a_null_within_an_object_is_an_absent_field() -> None:
