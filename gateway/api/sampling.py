@@ -97,7 +97,7 @@ def shared_request(fields: Fields) -> pb.GenerateRequest:
         name = f"logit_bias[{key[:20]}]"
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_UINT32):
             fields.add_problem(name, "must be of a token id")
-        else:
+        elif bias is not None:
             sampling.logit_bias[int(key)] = fields.check_number(name, bias)
     if (min_tokens := fields.integer("min_tokens")) is not None:
         stopping.min_tokens = min_tokens

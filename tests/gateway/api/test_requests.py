@@ -101,7 +101,8 @@ def test_fields_of_chats(fields: dict[str, Any], path: str, value: Any) -> None:
 
 
 def test_absent_fields_stay_absent_so_that_the_checkpoint_decides() -> None:
-    for request in (chat(), chat(temperature=None, stop=None, logit_bias=None, tools=None, stream=None)):
+    nulls = {"temperature": None, "stop": None, "tools": None, "stream": None}
+    for request in (chat(), chat(**nulls, logit_bias=None), chat(**nulls, logit_bias={"5": None})):
         assert not request.HasField("output")
         assert [field.name for field, _ in request.sampling.ListFields()] == ["n"]
         assert not request.stopping.HasField("max_tokens")
