@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROUTER = "quire-router"
 """The metadata of a call of GenerateMany that names its router."""
 
 MAX_ID_BYTES = 64
-MAX_ROUTERS = 256
-"""Beyond this number, the router that has sent nothing for the longest time is forgotten."""
 
 
 class Arrivals:
-    """The number of requests of each router that were admitted or refused."""
+    """The number of requests of each router that were admitted or refused while it watches."""
 
     def __init__(self) -> None:
-        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._numbers: Counter[str] = Counter()
+        self._num_watches: Counter[str] = Counter()
 
-    def of(self, router_id: str) -> int:
-        return self._numbers.get(router_id, 0)
+    @contextmanager
+    def watched(self, router_id: str) -> Iterator[Callable[[], int]]:
+        """Yields what returns the number of requests of a router since the context began."""
+        num_before = self._numbers[router_id]
+        self._num_watches[router_id] += 1
+        try:
+            yield lambda: self._numbers[router_id] - num_before
+        finally:
+            self._num_watches[router_id] -= 1
+            if not self._num_watches[router_id]:
+                del self._num_watches[router_id], self._numbers[router_id]
 
     def counter(self, router_id: object) -> Callable[[], None]:
         """Returns what counts a request of a router. The requests of a caller without an id are not counted."""
-        if isinstance(router_id, str) and 0 < len(router_id) <= MAX_ID_BYTES:
-            return partial(self._count, router_id)
-        return lambda: None
+        return partial(self._count, router_id) if isinstance(router_id, str) else lambda: None
 
     def _count(self, router_id: str) -> None:
-        self._numbers[router_id] = self._numbers.get(router_id, 0) + 1
-        self._numbers.move_to_end(router_id)
-        if len(self._numbers) > MAX_ROUTERS:
-            self._numbers.popitem(last=False)
+        if router_id in self._num_watches:  # no report tells other numbers, and clients can invent ids
+            self._numbers[router_id] += 1

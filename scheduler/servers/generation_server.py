@@ -89,7 +89,7 @@ class GenerationServer(GenerationServicer):
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
         metadata = dict(context.invocation_metadata() or ())
         authorization = authorization_in(context.invocation_metadata()) or None
-        # Only those that may watch hear the number. Others could have routers forgotten.
+        # Only those that may watch hear the number. Others could raise that of a router.
         counted = self.arrivals.counter(metadata.get(ROUTER) if CALLER.get().may(_WATCHES) else None)
         names = peer_names(context.auth_context())
         opener = StreamOpener(

@@ -64,8 +64,8 @@ class ReplicaServer(ReplicaServicer):
         self._num_watches += 1
         subscription = self._feed.subscribe()
         try:
-            with WriteTimeout(self._reader_timeout_s) as writing:
-                await self._report(request.router_id, subscription, context, writing)
+            with WriteTimeout(self._reader_timeout_s) as writing, self._arrivals.watched(request.router_id) as received:
+                await self._report(received, subscription, context, writing)
         finally:
             self._feed.unsubscribe(subscription)
             self._num_watches -= 1
@@ -73,15 +73,18 @@ class ReplicaServer(ReplicaServicer):
                 self._feed.follow(None)
 
     async def _report(
-        self, router_id: str, subscription: PrefixSubscription, context: Context, writing: WriteTimeout
+        self,
+        received: Callable[[], int],
+        subscription: PrefixSubscription,
+        context: Context,
+        writing: WriteTimeout,
     ) -> None:
-        num_before = self._arrivals.of(router_id)
         last: pb.ReplicaLoad | None = None
         while True:
             core = self._engine.core
             self._feed.follow(None if core is None else core.state.cache.index)
             load = self._load(core)
-            load.num_received = max(0, self._arrivals.of(router_id) - num_before)
+            load.num_received = received()
             news = subscription.read()
             if news is not None or load != last:
                 last = load
