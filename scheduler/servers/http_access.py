@@ -68,4 +68,6 @@ def _refused(request: web.Request, access: Access, reason: str, why: str) -> web
     body = {"error": {"code": reason.upper(), "message": why, "violations": []}}
     if reason == UNAUTHENTICATED:
         return web.json_response(body, status=401, headers=HEADERS | {"WWW-Authenticate": CHALLENGE})
-    return web.json_response(body, status=503 if reason == UNAVAILABLE else 403, headers=HEADERS)
+    if reason == UNAVAILABLE:
+        return web.json_response(body, status=503, headers=HEADERS | {"Retry-After": "1"})
+    return web.json_response(body, status=403, headers=HEADERS)

@@ -88,7 +88,7 @@ async def test_a_page_is_unavailable_until_keys_are_fetched(access: Access, chec
         aiohttp.ClientSession() as session,
         session.get(served.url + "/metrics", headers=header) as response,
     ):
-        assert response.status == 503
+        assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert "could not be fetched yet" in (await response.json())["error"]["message"]
 
 
