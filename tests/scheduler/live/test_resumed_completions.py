@@ -1,10 +1,12 @@
 """A completion over HTTP whose stream broke off is continued, and nothing is repeated or missing."""
 
+from base64 import b64encode
 from typing import Any
 
 import aiohttp
 import pytest
 
+from quire.v1 import generation_pb2 as pb
 from tests.support.live.served import Served, body, read_messages
 
 
@@ -88,3 +90,11 @@ async def test_a_resumption_that_cannot_be_read_is_refused_by_field(
     async with session.post(f"{served.url}/live/completions", json=request | {"resume": resume}) as response:
         assert response.status == 400
         assert [each["field"] for each in (await response.json())["error"]["violations"]] == [field]
+
+
+async def test_a_stream_of_another_model_is_refused_and_no_bug(served: Served, session: aiohttp.ClientSession) -> None:
+    """A page that stays open while the model is replaced continues the stream of the old one."""
+    resume = {"continuation": b64encode(pb.Continuation(seed=1, model_digest="old").SerializeToString()).decode()}
+    request = body(resumable=True) | {"resume": resume}
+    async with session.post(f"{served.url}/live/completions", json=request) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "FAILED_PRECONDITION")
