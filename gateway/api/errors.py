@@ -11,6 +11,7 @@ from quire.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     LimitExceededError,
+    OtherModelError,
     PermissionDeniedError,
     QueueFullError,
     QuireError,
@@ -113,7 +114,7 @@ def from_quire_error(error: QuireError, names: Mapping[str, str]) -> ApiError:
             code="rate_limit_exceeded",
             retry_after_s=error.retry_after_s,
         )
-    if isinstance(error, UnavailableError):
+    if isinstance(error, UnavailableError | OtherModelError):  # a new request gets an answer of the other model
         return unavailable(error.message)
     form = _FORMS.get(type(error), _BUG)
     param = "messages" if form.code == "context_length_exceeded" and names.get("prompt") == "messages" else None

@@ -33,7 +33,7 @@ def failing(failure: Failure, *before: pb.GenerateResponse) -> Any:
         (Failure(Code.UNAVAILABLE, "draining"), 503, "service_unavailable_error", "service_unavailable"),
         (Failure(Code.DEADLINE_EXCEEDED, "late"), 504, "timeout_error", "timeout"),
         (Failure(Code.INTERNAL, "bug"), 500, "server_error", "internal_error"),
-        (Failure(Code.FAILED_PRECONDITION, "other model"), 500, "server_error", "internal_error"),
+        (Failure(Code.FAILED_PRECONDITION, "other model"), 503, "service_unavailable_error", "service_unavailable"),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
