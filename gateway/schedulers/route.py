@@ -112,6 +112,10 @@ class Route:
         return None if found is None else self._go(found)
 
     @property
+    def is_any_ready(self) -> bool:
+        return bool(self._router.replicas.ready())
+
+    @property
     def must_wait(self) -> bool:
         """True if other requests wait, or streams that have begun."""
         return self._waiting is not None and self._waiting.has_any

@@ -120,6 +120,9 @@ class GenerationStream:
                 pause_s = self._tries.pause_s(full)
                 is_full = isinstance(full, QueueFullError) and not full.is_of_tenant
                 await (self._route.pause(pause_s) if is_full else asyncio.sleep(pause_s))
+                while pause_s and _is_draining(full) and not self._route.is_any_ready:  # another try would be refused
+                    pause_s = self._tries.pause_s(full)
+                    await asyncio.sleep(pause_s)
                 self._refusals.clear()
                 self._begin(self._route.first())
 
@@ -224,6 +227,9 @@ def _is_of_scheduler(error: QuireError) -> bool:
 
     After a lost connection, the request may be what has ended the scheduler: the rules of breaks bound its tries.
     """
-    if isinstance(error, UnavailableError):
-        return not is_lost_connection(error)
-    return isinstance(error, QueueFullError) and not error.is_of_tenant
+    return _is_draining(error) or (isinstance(error, QueueFullError) and not error.is_of_tenant)
+
+
+def _is_draining(error: QuireError) -> bool:
+    """Returns whether a scheduler has answered that it serves no requests."""
+    return isinstance(error, UnavailableError) and not is_lost_connection(error)

@@ -1,11 +1,14 @@
 """A request that a scheduler refuses because of its own state goes to the others, once to each."""
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
 import pytest
 
+from gateway.schedulers.stream import Caller
+from quire.errors import DeadlineExceededError
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler, delta, started
 from tests.support.gateway.rig import CHAT, Rig, content
@@ -158,4 +161,29 @@ async def test_a_lone_scheduler_is_asked_once() -> None:
     async with Rig() as rig:
         refuse(rig.fake, FULL)
         assert (await rig.chat())[0] == 429
+        assert len(rig.fake.opened) == 1
+
+
+async def test_a_scheduler_that_says_that_it_drains_is_not_asked_again_until_it_serves() -> None:
+    """It logs and counts a refused request for each try."""
+    async with Rig() as rig:
+        refuse(await first_choice(rig), DRAINING)
+        rig.fake.state = pb.SERVER_STATE_DRAINING
+        await rig.schedulers.all[0].poll()
+        asking = asyncio.create_task(rig.chat())
+        await asyncio.sleep(2)
+        assert len(rig.fake.opened) == 1
+        rig.fake.answer = rig.fake.words
+        rig.fake.state = pb.SERVER_STATE_SERVING
+        assert (await asking)[0] == 200
+
+
+async def test_a_deadline_that_passes_while_no_scheduler_serves_is_noticed() -> None:
+    async with Rig() as rig:
+        refuse(await first_choice(rig), DRAINING)
+        rig.fake.state = pb.SERVER_STATE_DRAINING
+        await rig.schedulers.all[0].poll()
+        stream = await rig.schedulers.open(pb.GenerateRequest(text="a"), Caller(deadline_s=time.monotonic() + 0.3))
+        with pytest.raises(DeadlineExceededError):
+            await stream.next()
         assert len(rig.fake.opened) == 1
