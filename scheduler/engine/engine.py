@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def oldest_waiting_s(self) -> float:
-        """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
+        """Seconds that the oldest waiting sequence has waited; 0 if none waits."""
         return 0.0 if self._scheduler is None else self._waits.oldest_s(self._scheduler, time.monotonic())
 
     # --- requests ---------------------------------------------------------------------------------------------

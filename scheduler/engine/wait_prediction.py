@@ -18,6 +18,7 @@ ends requests that start too late: steps for a request that does not end in time
 from collections.abc import Iterable
 
 from scheduler.core import Events, FinishReason, QueueFull, RunTime, Scheduler, oldest_waiting_s
+from scheduler.core.inspect.views import num_waiting_sequences
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, Account
 
 HALF_LIFE_S = 2.0
@@ -66,8 +67,8 @@ class WaitPrediction:
         self._oldest_queued_s = self._next_look_s = 0.0
 
     def oldest_s(self, core: Scheduler, now_s: float) -> float:
-        """Returns the seconds that the oldest sequence in the queue has waited, as of the last look; 0 without one."""
-        if not core.num_waiting:
+        """Returns the seconds that the oldest waiting sequence has waited, as of the last look; 0 without one."""
+        if not num_waiting_sequences(core):
             self._next_look_s = 0.0
             return 0.0
         if now_s >= self._next_look_s:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.core.inspect.views import SequenceView, num_waiting_prompt_tokens, sequence_view
+from scheduler.core.inspect.views import SequenceView, num_waiting_prompt_tokens, num_waiting_sequences, sequence_view
 from scheduler.live.plan_log import sequence_key
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def take_snapshot(engine: Engine) -> Snapshot:
         blocks=_block_values(core),
         sequences=sequences,
         waiting=waiting,
-        num_waiting=core.num_waiting + len(queue.paused),
+        num_waiting=num_waiting_sequences(core),
         num_waiting_prompt_tokens=num_waiting_prompt_tokens(core),
-        oldest_waiting_s=round(engine.oldest_waiting_s, 1) if core.num_waiting else 0.0,
+        oldest_waiting_s=round(engine.oldest_waiting_s, 1),
         usage=engine.kv_usage(),
         contiguous=ContiguousUsage.of(sequences.values(), model.max_model_len, num_pool_token_slots),
         num_steps=counters.num_steps,
@@ -127,8 +127,8 @@ def fingerprint(engine: Engine) -> tuple[object, ...]:
         core.state.epoch,
         core.state.step_id,
         core.num_in_flight,
-        core.num_waiting and int(engine.oldest_waiting_s),
-        core.num_waiting,
+        int(engine.oldest_waiting_s),
+        num_waiting_sequences(core),
         core.num_unfinished_requests,
         core.state.cache.pool.num_free_blocks,
         len(core.state.cache.index),

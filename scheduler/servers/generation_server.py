@@ -136,7 +136,7 @@ class GenerationServer(GenerationServicer):
             num_waiting=0 if core is None else core.num_unfinished_requests - num_running,
             num_running=num_running,
             num_waiting_prompt_tokens=0 if sizes is None else num_waiting_prompt_tokens(sizes),
-            oldest_waiting_s=self._engine.oldest_waiting_s if sizes is not None and sizes.num_waiting else 0.0,
+            oldest_waiting_s=0.0 if sizes is None else self._engine.oldest_waiting_s,
             num_computed_prompt_tokens=0 if sizes is None else _num_computed_prompt_tokens(sizes),
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 
 from scheduler.core.baselines.contiguous import ContiguousKVCache
 from scheduler.core.scheduler import Scheduler
@@ -92,6 +92,11 @@ class KVUsage:
         return self.num_wasted_token_slots / num_token_slots if num_token_slots else 0.0
 
 
+def num_waiting_sequences(scheduler: Scheduler) -> int:
+    """Returns the number of waiting sequences: those in the queue, and deferred ones that pause."""
+    return len(scheduler.state.waiting) + len(scheduler.state.waiting.paused)
+
+
 def num_waiting_prompt_tokens(scheduler: Scheduler) -> int:
     """Returns the tokens of prompts, and of outputs that are resumed, of all waiting sequences: also of deferred ones
     that pause, which are not in the queue."""
@@ -106,7 +111,7 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
         block_size=state.cache.block_size,
         blocks=[] if summary_only else _block_runs(state),
         sequences=[] if summary_only else [sequence_view(sequence) for sequence in state.batch.running],
-        num_waiting=len(state.waiting) + len(state.waiting.paused),
+        num_waiting=num_waiting_sequences(scheduler),
         num_waiting_prompt_tokens=num_waiting_prompt_tokens(scheduler),
         step_id=state.step_id,
         num_preemptions=state.counters.num_preemptions,
@@ -160,8 +165,12 @@ def num_held_slots(state: SchedulerState) -> int:
 
 
 def oldest_waiting_s(scheduler: Scheduler, now_s: float) -> float:
-    """Returns the seconds that the oldest sequence in the queue has waited at `now_s`; 0 for an empty queue."""
-    return now_s - min((sequence.queued_s for sequence in scheduler.state.waiting), default=now_s)
+    """Returns the seconds that the oldest sequence has waited at `now_s`, in the queue or for the end of its pause.
+
+    0 if none waits.
+    """
+    queue = scheduler.state.waiting
+    return now_s - min((sequence.queued_s for sequence in chain(queue, queue.paused)), default=now_s)
 
 
 def kv_usage(scheduler: Scheduler) -> KVUsage:

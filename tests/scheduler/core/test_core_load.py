@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepCosts, StepResult
+from scheduler.core import (
+    Request,
+    Scheduler,
+    SchedulerLimits,
+    SequenceParams,
+    StepCosts,
+    StepResult,
+    oldest_waiting_s,
+)
 from scheduler.core.inspect.core_load import core_load
 
 BLOCK = 16
@@ -70,6 +78,24 @@ def test_a_prefix_that_several_wait_for_counts_once() -> None:
     assert queued(scheduler) == (0, 4, 160 + 4)
     scheduler.schedule()
     assert core_load(scheduler).num_queued_tokens == 160 + 4
+
+
+def test_a_deferred_sequence_that_pauses_counts() -> None:
+    """It holds no blocks, and will compute its prompt again, of which 64 tokens are cached."""
+    scheduler = core(max_num_seqs=1)
+    scheduler.expire(0.0)
+    add(scheduler, 1, [*range(64), 99])
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan is not None
+        is_last = len(scheduler.state.in_flight[-1].sampled) == 1
+        scheduler.commit(StepResult(1, plan.step_id, [0] * is_last, deferred=[0] * is_last))
+    assert queued(scheduler) == (0, 1, 1)
+    assert oldest_waiting_s(scheduler, 0.25) == 0.25
+    add(scheduler, 2, list(range(200, 230)))
+    assert queued(scheduler) == (0, 2, 31)
+    scheduler.schedule()
+    assert queued(scheduler) == (1, 1, 31)
 
 
 def test_without_prefix_caching_every_token_counts() -> None:
