@@ -1,16 +1,18 @@
 """Tenants get fair shares of the service (I22), whatever the others send."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain, islice
+from math import inf
 
 import pytest
 
-from scheduler.core import QueueFull, Sequence, TenantTerms
+from scheduler.core import BeamParams, Logprobs, QueueFull, Sequence, StepResult, TenantTerms
 from scheduler.core.fairness.accounts import MAX_IDLE_ACCOUNTS, Accounts
 from scheduler.core.fairness.fair_queue import MAX_SET_ASIDE, FairQueue
-from scheduler.core.tenants.account import equal_terms
+from scheduler.core.tenants.account import GENERATED_TOKEN_COST, equal_terms
 from tests.support.core.share_mutations import MUTATIONS
-from tests.support.core.share_world import ShareWorld, run_world
+from tests.support.core.share_world import ShareWorld, gap_bound, run_world
 from tests.support.core.shares import limits, request, scheduler_of, step
 
 
@@ -102,6 +104,29 @@ def test_guaranteed_sequences_of_one_tenant_hold_at_most_its_share_beside_others
         running = world.scheduler.state.batch.running
         most = max(most, sum(sequence.is_guaranteed for sequence in running))
     assert 1 <= most <= 4 + 1  # a share of one half of 8 slots, and the sequence that reaches it
+
+
+def test_each_row_of_a_late_beam_adds_to_the_bound_of_the_gap() -> None:
+    """The other tenant waits for all slots, which is more than its part, so it displaces none."""
+    num_late, width = 200, 4
+    most = limits(width, max_model_len=40, max_ahead=10**6, max_preemptions=10**6)
+    scheduler = scheduler_of(most)
+    beams = BeamParams(width, 1)
+    for number in (1, 2):
+        scheduler.add(replace(request(number, "beams", output=36), beam=beams))
+    scheduler.add(request(3, "other", output=36, n=width))
+    for number in range(2 + num_late):
+        plan = scheduler.schedule()
+        assert plan is not None
+        values = [-float(place) for place in range(2 * width)] if number < 2 else [inf] * (2 * width)
+        num_rows = len(scheduler.state.in_flight[-1].beams)
+        candidates = Logprobs(list(range(2 * width)) * num_rows, values * num_rows)
+        scheduler.commit(StepResult(plan.epoch, plan.step_id, [], candidates=candidates))
+        scheduler.expire(float(number))
+    ahead, behind = (scheduler.state.accounts.of(name).level for name in ("beams", "other"))
+    bound = gap_bound(most, 1.0, has_guarantees=True)
+    num_late_rows = num_late * width
+    assert bound < ahead - behind <= bound + GENERATED_TOKEN_COST * num_late_rows
 
 
 # --- counters -------------------------------------------------------------------------------------------------
