@@ -24,13 +24,13 @@ class RunTime:
         """Returns whether a sequence without output misses its deadline if it starts now, because it has waited.
 
         A sequence that had less time than it needs when it joined the queue is not meant: its client wants what can be
-        generated in that time.
+        generated in that time. Nor is one that is resumed: its stream has begun, and a new process is slow at first.
         """
         request = sequence.request
         if (
             not self.token_s
             or request.deadline_s is None
-            or request.outputs
+            or request.is_resumed
             or sequence.num_tokens > sequence.num_prompt_tokens
         ):
             return False

@@ -101,7 +101,7 @@ def test_a_beam_search_starts_again() -> None:
         harness.schedule()
         harness.commit()
     rest = resumption(harness.clients, 1)
-    assert rest == request
+    assert rest == replace(request, is_resumed=True)
     harness.cancel(1)
     harness.add(replace(request, request_id=2))
     harness.run()

@@ -1,5 +1,6 @@
 """Waiting requests that start too late for their deadline end before any step is spent on them."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -75,6 +76,15 @@ def test_a_request_with_output_continues_after_a_preemption() -> None:
         harness.commit()
     harness.lose()
     harness.attach()
+    run_until(harness, 19.0)
+    assert harness.clients.ended[2, 0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("beam", [None, BeamParams(1, 1)])
+def test_a_stream_that_is_resumed_without_output_is_not_too_late(beam: BeamParams | None) -> None:
+    """A search begins again with its prompt."""
+    harness = one_slot()
+    harness.add(replace(make_request(2, max_tokens=6, beam=beam, deadline_s=20.0), is_resumed=True))
     run_until(harness, 19.0)
     assert harness.clients.ended[2, 0] is FinishReason.LENGTH
 

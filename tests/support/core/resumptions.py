@@ -12,13 +12,14 @@ def resumption(clients: FakeClients, request_id: int) -> Request | None:
     if not clients.open_keys(request_id):
         return None
     if request.beam:
-        return request
+        return replace(request, is_resumed=True)
     keys = [(request_id, index) for index in range(request.num_sequences)]
     outputs = tuple(ReceivedOutput(tuple(clients.received[key]), key in clients.ended) for key in keys)
     has_output = any(output.token_ids for output in outputs)
     return replace(
         request,
         outputs=outputs if has_output else (),
+        is_resumed=True,
         num_prompt_reported=clients.num_prompt_logprobs.get(request_id, 0),
     )
 
