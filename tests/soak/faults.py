@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 
 import psutil
@@ -15,6 +16,9 @@ from tests.support.waiting import until
 
 STEP_TIMEOUT_S = 4.0
 """Time after which `quire serve` replaces a service that is stopped."""
+
+LOAD_TIMEOUT_S = 20.0
+"""Time after which it replaces one that is stopped while it loads, and so prints no line."""
 
 _SHORT_STOP_S = 1.0
 _LONGEST_LOADING_S = 4.0
@@ -48,6 +52,11 @@ class Faults:
     async def send(self, service: str, number: signal.Signals) -> None:
         self._stack.send(service, number)
 
+    async def send_both(self, number: signal.Signals) -> None:
+        for service in ("scheduler", "executor"):
+            with suppress(ProcessEnded, psutil.NoSuchProcess):
+                await self.send(service, number)
+
     async def pause(self, service: str) -> None:
         pid = self._stack.send(service, signal.SIGSTOP)
         await asyncio.sleep(self._random.uniform(0, _SHORT_STOP_S))
@@ -67,6 +76,11 @@ class Faults:
         await asyncio.sleep(self._random.uniform(0, _SHORT_STOP_S))
         self._proxy.resume()
 
+    async def refuse(self) -> None:
+        self._proxy.refuse()
+        await asyncio.sleep(self._random.uniform(0, _SHORT_STOP_S))
+        self._proxy.accept()
+
     async def upgrade(self) -> None:
         self._stack.serve.send(signal.SIGUSR2)
 
@@ -81,8 +95,11 @@ _FAULTS: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "stall-clients": Faults.stall,
     "kill-scheduler": lambda faults: faults.send("scheduler", signal.SIGKILL),
     "stop-scheduler": lambda faults: faults.send("scheduler", signal.SIGSTOP),
+    "kill-both": lambda faults: faults.send_both(signal.SIGKILL),
+    "stop-both": lambda faults: faults.send_both(signal.SIGSTOP),
+    "end-both": lambda faults: faults.send_both(signal.SIGTERM),
     "cut-clients": Faults.cut,
+    "refuse-clients": Faults.refuse,
     "upgrade": Faults.upgrade,
 }
 NAMES = tuple(_FAULTS)
-"""Faults that break off no stream, so that a client need not resume."""

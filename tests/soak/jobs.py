@@ -22,6 +22,9 @@ _KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "ignore_eos": False, "min_tokens": 10},
     {"beam_width": 3},
     {"beam_width": 4, "n": 2, "length_penalty": 0.8},
+    {"temperature": 0.8, "json_object": True, "ignore_eos": False},
+    {"temperature": 0.9, "regex": "[A-Z][a-z]{2,6}( (and|or) [a-z]{2,6}){1,4}[.!]", "n": 2, "ignore_eos": False},
+    {"beam_width": 3, "choice": ["the fox", "the owl", "the fox and the owl"], "ignore_eos": False},
 )
 
 

@@ -79,6 +79,13 @@ def resources(
     return rows
 
 
+def tracebacks(log: str) -> list[str]:
+    """Returns a line for each exception that a service has logged: also those that it survived."""
+    lines = log.splitlines()
+    starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    return [f"an exception: {lines[max(0, number - 1)]}" for number in starts]
+
+
 def leaks(rows: dict[str, dict[str, float]]) -> list[str]:
     """Returns a line for each service whose memory grows, or that holds more descriptors than at the start."""
     lines = []

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 
 from tests.soak.clients import Clients
-from tests.soak.faults import STEP_TIMEOUT_S, Faults
+from tests.soak.faults import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, Faults
 from tests.soak.jobs import jobs
-from tests.soak.report import Report, leaks, resources
+from tests.soak.report import Report, leaks, resources, tracebacks
 from tests.soak.resources import Sample, keep_sampling, sample
 from tests.support.e2e.block_maps import is_idle, until_map
 from tests.support.e2e.proxy import Proxy
@@ -35,7 +35,9 @@ class Settings:
 
 async def soak(settings: Settings) -> Report:
     """Starts `quire serve`, runs the soak, and ends it."""
-    with Stack(step_timeout_s=STEP_TIMEOUT_S, num_blocks=512, log_level="warning") as stack:
+    with Stack(
+        step_timeout_s=STEP_TIMEOUT_S, load_timeout_s=LOAD_TIMEOUT_S, num_blocks=512, log_level="warning"
+    ) as stack:
         proxy = Proxy(stack.grpc)
         proxy.start()
         try:
@@ -84,5 +86,10 @@ async def _soak(stack: Stack, proxy: Proxy, settings: Settings) -> Report:
             "active blocks": left.summary.num_active_blocks,
             "tasks": num_left,
         },
-        problems=clients.failures + leaks(rows) + ["tasks of the clients are left"] * (num_left > 0),
+        problems=[
+            *clients.failures,
+            *leaks(rows),
+            *tracebacks(stack.log()),
+            *["tasks of the clients are left"] * (num_left > 0),
+        ],
     )
