@@ -69,6 +69,8 @@ class SimulatedModel(FakeExecutor):
     """The slots and the pool of an executor for one lease."""
 
     def _sample(self, slot: Slot, context: list[int]) -> Sample:
+        if self.num_to_defer:
+            return super()._sample(slot, context)
         prompt_length = slot.num_prompt_tokens
         token_id = next_token(context, slot.params, slot.seed, prompt_length, slot.token_ids, self.vocab_size)
         slot.token_ids.append(token_id)

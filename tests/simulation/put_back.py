@@ -6,6 +6,7 @@ These are faults of the services' loops and of their supervisor; `put_back_strea
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from executor.errors import EpochRefused
@@ -14,6 +15,7 @@ from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
 from quire.cli.restarts import Backoff
 from scheduler.core import Events, FinishReason
+from scheduler.engine import plan_wire
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
 from scheduler.engine.engine import Engine
 from scheduler.engine.executor_client import PlanStream
@@ -188,6 +190,12 @@ def unreadable_result_ends_the_reader(patch: pytest.MonkeyPatch) -> None:
             raise stream._error.__context__
 
     patch.setattr(PlanStream, "_read", fragile)
+
+
+def late_token_counts(patch: pytest.MonkeyPatch) -> None:
+    """The place of a token for which the executor did not wait counts as a token."""
+    decode = plan_wire.decode_result
+    patch.setattr(plan_wire, "decode_result", lambda message, epoch: replace(decode(message, epoch), deferred=[]))
 
 
 def lease_never_released(patch: pytest.MonkeyPatch) -> None:

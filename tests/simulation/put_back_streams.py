@@ -170,6 +170,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     shell.broken_sink_not_told: 7,
     shell.half_cleaned: 49,
     shell.unreadable_result_ends_the_reader: 15,
+    shell.late_token_counts: 2,
     shell.lease_never_released: 4,
     shell.ready_without_an_executor: 0,
     shell.requests_fail_with_their_executor: 2,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from executor.errors import PlanRejected
-from executor.plans.plan import Publication, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import EndReason, Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.plans.retained_blocks import RetainedBlocks
 from scheduler.core import FinishReason
 from tests.simulation.model import SimulatedModel
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from tests.simulation.executor_host import Process
     from tests.simulation.world import World
 
-_REASONS = {None: 0, FinishReason.EOS: 1, FinishReason.LENGTH: 2, FinishReason.STOP: 3, FinishReason.NOT_FINITE: 4}
+_CODES = {
+    None: EndReason.GOES_ON,
+    FinishReason.EOS: EndReason.EOS,
+    FinishReason.LENGTH: EndReason.LENGTH,
+    FinishReason.STOP: EndReason.STOP,
+}
 
 
 class SimulatedRunner:
@@ -70,6 +75,7 @@ class SimulatedRunner:
         if not self._executor.epoch:
             self._executor.epoch, self._executor.step_id = plan.epoch, plan.step_id - 1
         computing()
+        self._executor.num_to_defer = self._world.num_to_defer()
         try:
             self._retained.check(plan)
             result = self._executor.execute(core_plan(plan, self._process.digest))
@@ -83,16 +89,18 @@ class SimulatedRunner:
         self._world.oracles.cache.executed(self._process, plan)
         if self._world.faults.poisons(self._executor.slots.values()):
             raise RuntimeError("the step of this sequence fails")
-        reasons = list(result.end_reasons or [None] * len(result.token_ids))
+        codes = [_CODES[reason] for reason in result.end_reasons or [None] * len(result.token_ids)]
         for place, index in enumerate(sorted(self._executor.sampled_slots)):
             slot = self._executor.slots[index]
-            if self._world.faults.spoils(slot.token_ids[slot.num_prompt_tokens - 1], len(slot.token_ids)):
-                reasons[place], slot.has_ended = FinishReason.NOT_FINITE, True
+            if place in result.deferred:
+                codes[place] = EndReason.DEFERRED
+            elif self._world.faults.spoils(slot.token_ids[slot.num_prompt_tokens - 1], len(slot.token_ids)):
+                codes[place], slot.has_ended = EndReason.NOT_FINITE, True
         output = StepOutput(
             plan.epoch,
             plan.step_id,
             np.array(result.token_ids, np.int32),
-            np.array([_REASONS[reason] for reason in reasons], np.uint8),
+            np.array(codes, np.uint8),
             StepTimings(1_000, int(machine.step_s * 1e9), 1_000),
             Reports(reported(result.logprobs), reported(result.prompt_logprobs), reported(result.candidates)),
         )

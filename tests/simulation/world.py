@@ -51,6 +51,8 @@ class World:
         self.wall_jump_s = 0.0
         self.healed_s = float("inf")
         self.shares_calls = Random(f"door {seed}").random() < 0.5  # of its own, so that the other draws stay
+        self._deferrals = Random(f"deferrals {seed}")  # of its own, too
+        self._deferral_share = self._deferrals.choice((0.0, 0.0, 0.1))
         self.num_clients = random.randint(1, 7)
         self.step_timeout_s = random.choice((1.0, 2.0))
         self.stalled_reader_timeout_s = random.choice((1.0, 20.0))
@@ -100,6 +102,10 @@ class World:
 
     def step_s(self) -> float:
         return self.random.expovariate(1 / self.machine.step_s)
+
+    def num_to_defer(self) -> int:
+        """Returns for how many sequences and beams of a step the executor does not wait."""
+        return self._deferrals.randint(1, 4) if self._deferrals.random() < self._deferral_share else 0
 
     def notices_s(self) -> float:
         """Returns how long an end of a broken connection takes to notice it."""
