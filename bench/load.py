@@ -21,17 +21,18 @@ class LoadError(BenchError):
 class RequestRecord:
     """One request as its client saw it; times in seconds on one monotonic clock.
 
-    sent_s      when the request was handed to the transport
-    arrivals_s  when each message with tokens arrived, ascending, at least one
-    samples     the sample of each message, where a request has several
-    token_ids   of the output, where the client kept them
+    sent_s             when the request was handed to the transport
+    arrivals_s         when each message with tokens arrived, ascending, at least one
+    num_cached_tokens  tokens of the prompt that the engine found in its cache; None: it does not say
+    token_ids          of the output, where the client kept them
+    samples            the sample of each message, where a request has several
     """
 
     sent_s: float
     arrivals_s: tuple[float, ...]
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     token_ids: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
 
@@ -72,6 +73,12 @@ class LoadResult:
     concurrency: int
     wall_s: float
     records: tuple[RequestRecord, ...]
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine found in its cache; None if it does not say."""
+        known = [record.num_cached_tokens for record in self.records if record.num_cached_tokens is not None]
+        return sum(known) if len(known) == len(self.records) else None
 
 
 # Sends one request and returns when its answer is complete. Raises LoadError or the client's own error.
@@ -127,7 +134,11 @@ def quire_sender(client: AsyncClient, schema: dict[str, Any] | None = None) -> S
 
 
 def checked_record(
-    request: TraceRequest, sent_s: float, arrivals_s: Sequence[float], num_tokens: int, num_cached: int = 0
+    request: TraceRequest,
+    sent_s: float,
+    arrivals_s: Sequence[float],
+    num_tokens: int,
+    num_cached: int | None = None,
 ) -> RequestRecord:
     """Returns the record of a request. Raises LoadError if the answer is not complete."""
     num_wanted = request.max_tokens * request.num_samples

@@ -38,6 +38,7 @@ class RunSummary:
     """One run of an engine.
 
     engine  "quire", "peer", "transformers", "static" or "continuous"
+    num_cached_tokens  prompt tokens that the engine found in its cache; None: it does not say
     pool    statistics of Quire's block pool; None for other engines
     executor_idle_ratio  share of the run in which Quire's executor had no plan; None for other engines
     """
@@ -47,7 +48,7 @@ class RunSummary:
     num_requests: int
     wall_s: float
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     num_output_tokens: int
     output_tokens_per_s: float
     requests_per_s: float
@@ -71,7 +72,7 @@ def summarize(
         num_requests=len(records),
         wall_s=result.wall_s,
         num_prompt_tokens=sum(record.num_prompt_tokens for record in records),
-        num_cached_tokens=sum(record.num_cached_tokens for record in records),
+        num_cached_tokens=result.num_cached_tokens,
         num_output_tokens=num_output_tokens,
         output_tokens_per_s=num_output_tokens / result.wall_s,
         requests_per_s=len(records) / result.wall_s,

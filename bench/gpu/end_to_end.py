@@ -148,7 +148,7 @@ def _counts(result: LoadResult) -> dict[str, Any]:
         "num_requests": len(result.records),
         "num_prompt_tokens": sum(record.num_prompt_tokens for record in result.records),
         "num_output_tokens": sum(record.num_output_tokens for record in result.records),
-        "num_cached_tokens": sum(record.num_cached_tokens for record in result.records),
+        "num_cached_tokens": result.num_cached_tokens,
         "wall_s": result.wall_s,
     }
 

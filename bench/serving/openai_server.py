@@ -88,7 +88,7 @@ def openai_sender(session: aiohttp.ClientSession, url: str, model: str) -> Send:
         }
         arrivals_s: list[float] = []
         samples: list[int] = []
-        num_tokens = 0
+        num_tokens, num_cached = 0, None
         sent_s = time.perf_counter()
         try:
             async with session.post(endpoint, json=body) as reply:
@@ -98,11 +98,13 @@ def openai_sender(session: aiohttp.ClientSession, url: str, model: str) -> Send:
                     for choice in event.get("choices") or ():
                         arrivals_s.append(time.perf_counter())
                         samples.append(choice.get("index", 0))
-                    if event.get("usage"):
-                        num_tokens = event["usage"]["completion_tokens"]
+                    if usage := event.get("usage"):
+                        num_tokens = usage["completion_tokens"]
+                        num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         except aiohttp.ClientError as error:
             raise LoadError(f"{endpoint}: {error}") from error
-        return replace(checked_record(request, sent_s, arrivals_s, num_tokens), samples=tuple(samples))
+        record = checked_record(request, sent_s, arrivals_s, num_tokens, num_cached)
+        return replace(record, samples=tuple(samples))
 
     return send
 

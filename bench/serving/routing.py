@@ -75,7 +75,7 @@ async def turn(policy: str, load: Load, flags: Sequence[str], num_replicas: int,
     ttft_ms = sorted(1e3 * record.ttft_s for record in result.records)
     num_prompt = sum(record.num_prompt_tokens for record in result.records)
     return Turn(
-        hit_rate=sum(record.num_cached_tokens for record in result.records) / num_prompt,
+        hit_rate=(result.num_cached_tokens or 0) / num_prompt,
         ttft_ms=statistics.median(ttft_ms),
         ttft_p99_ms=ttft_ms[min(len(ttft_ms) - 1, int(0.99 * len(ttft_ms)))],
         tokens_per_s=sum(record.num_output_tokens for record in result.records) / result.wall_s,

@@ -18,8 +18,8 @@ def result(concurrency: int, wall_s: float, *records: RequestRecord) -> LoadResu
 
 
 FAST = RequestRecord(0.0, (0.010, 0.020, 0.040), 5, 3, num_cached_tokens=2)
-SLOW = RequestRecord(1.0, (1.030, 1.060), 7, 4)
-SHORT = RequestRecord(2.0, (2.050,), 1, 1)
+SLOW = RequestRecord(1.0, (1.030, 1.060), 7, 4, num_cached_tokens=0)
+SHORT = RequestRecord(2.0, (2.050,), 1, 1, num_cached_tokens=0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 101])
@@ -57,6 +57,11 @@ def test_summary_counts_tokens_not_messages() -> None:
     assert run.itl_ms.p50 == pytest.approx(20.0)
     assert run.latency_ms is not None
     assert run.latency_ms.p50 == pytest.approx(50.0)
+
+
+def test_cached_tokens_that_an_engine_does_not_report_are_not_zero() -> None:
+    run = summarize("peer", result(1, 1.0, RequestRecord(0.0, (0.1,), 5, 1), FAST))
+    assert run.num_cached_tokens is None
 
 
 def test_pool_stats_weigh_waste_by_allocation_and_count_differences() -> None:

@@ -22,13 +22,14 @@ async def test_sender_posts_a_streaming_completion_and_counts_usage() -> None:
         await response.prepare(request)
         await response.write(b': comment\n\ndata: {"choices": [{"text": "a"}]}\n\n')
         await response.write(b'data: {"choices": [{"text": "b"}], "usage": null}\n\n')
-        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n')
+        usage = b'{"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}'
+        await response.write(b'data: {"choices": [], "usage": ' + usage + b"}\n\ndata: [DONE]\n\n")
         return response
 
     async with serving(completions) as url, openai_session() as session:
         seen = await openai_sender(session, url + "/", "toy")(REQUEST)
     assert len(seen.arrivals_s) == 2
-    assert seen.num_output_tokens == 3
+    assert (seen.num_output_tokens, seen.num_cached_tokens) == (3, 1)
     assert bodies == [
         {
             "model": "toy",
@@ -40,6 +41,17 @@ async def test_sender_posts_a_streaming_completion_and_counts_usage() -> None:
             "stream_options": {"include_usage": True},
         }
     ]
+
+
+@pytest.mark.parametrize("details", ["", ', "prompt_tokens_details": null'])
+async def test_cached_tokens_of_a_server_that_does_not_report_them_are_not_known(details: str) -> None:
+    async def completions(request: web.Request) -> web.Response:
+        event = f'{{"choices": [{{"text": "abc"}}], "usage": {{"completion_tokens": 3{details}}}}}'
+        return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+
+    async with serving(completions) as url, openai_session() as session:
+        seen = await openai_sender(session, url, "toy")(REQUEST)
+    assert seen.num_cached_tokens is None
 
 
 async def test_http_error_is_a_load_error_with_the_servers_message() -> None:
