@@ -137,6 +137,15 @@ def _save_steps(settings: ServeSettings, run: Run) -> None:
     save_chrome_trace(path.with_stem(f"{path.stem}-{name}{round_suffix}"), run.observed.steps)
 
 
+def how_started(settings: ServeSettings) -> dict[str, Any]:
+    """Returns, as JSON values, what a reader needs to start the same servers."""
+    return {
+        "spawn": settings.spawn,
+        "peer": asdict(settings.peer) if settings.peer is not None else settings.peer_grpc,
+        "baseline_model": settings.baseline_model,
+    }
+
+
 def _measure_ceilings() -> "Ceilings":
     """Measures the device that the services used, after they have ended."""
     import torch
@@ -221,7 +230,7 @@ def main(arguments: Sequence[str]) -> None:
     console = open_console()
     info, runs = asyncio.run(run(settings, console))
     console.print(render_table(runs))
-    values: dict[str, Any] = report(runs, info)
+    values: dict[str, Any] = report(runs, info) | how_started(settings)
     if settings.spawn is not None:
         with console.status("measuring the machine's best rates"):
             values["ceilings"] = asdict(_measure_ceilings())

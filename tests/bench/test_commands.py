@@ -116,6 +116,16 @@ def test_paired_is_serve_in_three_rounds_on_a_started_server() -> None:
     assert settings.baseline_model == settings.spawn[1]
 
 
+def test_results_say_how_both_servers_were_started() -> None:
+    command = "env VLLM_CPU_KVCACHE_SPACE=2 vllm serve small --max-num-seqs 64"
+    peer = ("--peer-url", "http://127.0.0.1:8000", "--peer-model", "small", "--peer-command", command)
+    _, settings = serve.parse([*COMMANDS["paired"].preset, "--dtype", "bfloat16", *peer])
+    started = serve.how_started(settings)
+    assert started["spawn"][-2:] == ("--dtype", "bfloat16")
+    assert started["peer"] == {"url": "http://127.0.0.1:8000", "model": "small", "command": tuple(command.split())}
+    assert serve.how_started(serve.parse(["--peer-grpc", "h:1"])[1])["peer"] == "h:1"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
