@@ -84,9 +84,11 @@ def conditions(data: Data) -> str:
     most = max(row["num_requests"] for row in data["rows"])
     return (
         f"One model in {data['dtype']} and one trace of mixed lengths for all three engines, {most} requests with the "
-        "most clients. Quire runs as a server with its clients on the same cores, transformers in process, without a "
-        "server around it. `generate` runs padded static batches of as many requests as there are clients. "
-        "`generate_batch` stands for the manager behind it, which a closed loop feeds. Only requested tokens count."
+        "most clients. Each engine runs once, one after the other. Quire runs as a server with its clients on the same "
+        "cores, transformers in process, without a server around it. `generate` runs padded static batches of as many "
+        "requests as there are clients. `generate_batch` stands for the manager behind it, which a closed loop feeds; "
+        f"on a CPU it has {_CPU_LIMITS['num_blocks']} blocks and at most {_CPU_LIMITS['max_batch_tokens']} tokens in a "
+        "step. Only requested tokens count."
     )
 
 

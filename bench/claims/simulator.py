@@ -85,7 +85,8 @@ def verdict(data: Data) -> Verdict:
         "because the speed of the machine varies. "
         f"The simulated day serves {summary['num_requests']:,} requests in {summary['num_steps']:,} steps; "
         f"{percent(summary['num_leapt_steps'] / max(1, summary['num_steps']), 0)} of them were simulated many at once. "
-        "The simulated device was not measured: its data sheet and the efficiencies are assumptions."
+        "The simulated device was not measured: its data sheet and the efficiencies are assumptions. The speed of the "
+        "simulation depends on the rate of requests and on the version: docs/planning.md, “How fast”, has newer ones."
     )
     return Verdict(judged([max(errors) <= _MAX_ERROR, factor >= _MIN_REAL_TIME_FACTOR]), ours, reason)
 

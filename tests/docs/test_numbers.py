@@ -85,6 +85,17 @@ def test_the_readme_says_where_first_tokens_come_later() -> None:
     assert "in float32, and in bfloat16 on Intel, half of the first tokens come later than vLLM's" in README
 
 
+def test_the_evidence_is_the_report_of_the_recorded_results() -> None:
+    pytest.importorskip("matplotlib")
+    from bench.claims.catalogue import CLAIMS
+    from bench.claims.evidence import render_evidence
+    from bench.claims.outcome import load
+
+    recorded = ROOT / "bench" / "results" / "claims"
+    report = render_evidence(load(recorded / "results.json"), CLAIMS, recorded, ROOT / "docs")
+    assert (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8") == report
+
+
 def test_the_readme_lists_the_ratios_of_long_prompts_in_float32() -> None:
     zen5 = results("long-prompts-zen5-cpu-vllm")["ratios"]
     emerald, zen4, avx2 = (
