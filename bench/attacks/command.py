@@ -166,6 +166,7 @@ def render(rows: Sequence[Row]) -> Table:
         "bound",
         "onset",
         "whole",
+        "TTFT max, whole",
         "RSS MiB",
         "after",
     ):
@@ -185,6 +186,7 @@ def render(rows: Sequence[Row]) -> Table:
             _ms(row.bound_ms),
             _ms(row.onset and row.onset.ttft_p99_ms),
             _ms(row.whole and row.whole.ttft_p99_ms),
+            _ms(row.whole and row.whole.ttft_max_ms),
             f"{row.scheduler_rss_mib:.0f}",
             "-" if after is None else f"{after.served_ratio:.0%}",
         )

@@ -20,12 +20,17 @@ _PAUSE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The requests of a victim. failures: number of requests by error; p50 and p99 are None without a served one."""
+    """The requests of a victim. failures: number of requests by error; the times are None without a served one.
+
+    ttft_max_ms  the longest time: a victim sends one request after the other, so that a service which stands still
+                 delays only one of them, and no percentile of many requests shows for how long
+    """
 
     num_served: int
     failures: dict[str, int]
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
+    ttft_max_ms: float | None
 
     @property
     def served_ratio(self) -> float:
@@ -66,7 +71,7 @@ def experience(requests: Sequence[Sent], from_s: float = 0.0, until_s: float = m
     ttfts_ms = [request.ttft_s * 1e3 for request in chosen if request.ttft_s is not None]
     failures = dict(Counter(request.error for request in chosen if request.ttft_s is None))
     median_ms = statistics.median(ttfts_ms) if ttfts_ms else None
-    return Experience(len(ttfts_ms), failures, median_ms, percentile_99(ttfts_ms))
+    return Experience(len(ttfts_ms), failures, median_ms, percentile_99(ttfts_ms), max(ttfts_ms, default=None))
 
 
 async def _ttft_s(client: AsyncClient, rng: random.Random) -> float:

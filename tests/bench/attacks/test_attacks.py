@@ -15,7 +15,7 @@ from bench.attacks.overload_clients import CUT_OFF, EXPIRED, IN_TIME, LATE, OUTP
 from bench.attacks.shares import jain_index
 from bench.attacks.target import Target
 from bench.attacks.tenant_keys import make_key
-from bench.attacks.victim import Experience, experience, live
+from bench.attacks.victim import Experience, Sent, experience, live
 from bench.command_line import BenchError
 from quire import AsyncClient
 from quire.descriptors import raise_descriptor_limit
@@ -55,9 +55,15 @@ def test_jains_index(values: list[float], index: float) -> None:
     assert jain_index(values) == pytest.approx(index)
 
 
+def test_one_long_stall_shows_in_the_longest_time_and_in_no_percentile() -> None:
+    sent = [Sent(0.01 * i, 0.005) for i in range(500)] + [Sent(5.0, 8.0)]
+    assert experience(sent) == Experience(501, {}, 5.0, 5.0, 8000.0)
+    assert experience([]) == Experience(0, {}, None, None, None)
+
+
 def test_a_victim_without_a_request_was_not_served() -> None:
-    assert Experience(0, {}, None, None).served_ratio == 0.0
-    assert Experience(3, {"TimeoutError": 1}, 1.0, 2.0).served_ratio == 0.75
+    assert Experience(0, {}, None, None, None).served_ratio == 0.0
+    assert Experience(3, {"TimeoutError": 1}, 1.0, 2.0, 2.0).served_ratio == 0.75
 
 
 def test_a_long_step_is_met_more_often_than_a_short_one() -> None:
