@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ _MAX_LINE_BYTES = 1 << 20
 _NUM_LAST_LINES = 10
 _MAX_STOP_S = 60.0
 _MAX_READ_S = 5.0
+_LOOK_S = 1.0
+_IDLE_SHARE = 0.05
+_MAX_WAIT_S = 120.0
 
 
 class ServerFailed(BenchError):
@@ -99,6 +103,23 @@ async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -
             raise ServerFailed("a service was restarted during the measurement")
 
 
+async def until_idle(pids: Sequence[int], max_wait_s: float = _MAX_WAIT_S) -> bool:
+    """Waits until these processes and their children together use less than a twentieth of a core for a second.
+
+    A server that is ready may still be busy for half a minute, because the executor allocates the memory of its pool
+    while no step arrives. In the turn of another engine, that would take the other engine's cores. Returns False if
+    they are still busy after `max_wait_s`.
+    """
+    deadline_s = time.monotonic() + max_wait_s
+    used_s = _processor_s(pids)
+    while time.monotonic() < deadline_s:
+        await asyncio.sleep(_LOOK_S)
+        before_s, used_s = used_s, _processor_s(pids)
+        if used_s - before_s < _IDLE_SHARE * _LOOK_S:
+            return True
+    return False
+
+
 def as_flags(values: Mapping[str, Any]) -> list[str]:
     """Turns {"num_blocks": 512, "chunked": False} into ["--num-blocks", "512", "--no-chunked"]."""
     words: list[str] = []
@@ -115,6 +136,21 @@ def _children(pid: int) -> set[int]:
         return {child.pid for child in psutil.Process(pid).children()}
     except psutil.NoSuchProcess:
         return set()
+
+
+def _processor_s(pids: Sequence[int]) -> float:
+    """Returns the processor time that the processes and their children have used; those that have ended use none."""
+    import psutil
+
+    total_s = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = each.cpu_times()
+                    total_s += times.user + times.system
+    return total_s
 
 
 async def _first_line(output: asyncio.StreamReader | None, start: str) -> str:

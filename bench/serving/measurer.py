@@ -2,8 +2,9 @@
 
 The speed of a shared machine changes from minute to minute, so engines that are measured minutes apart cannot be
 compared. Here all engines are up during the whole measurement. In each round, and for each number of clients, every
-engine runs the same trace, one right after the other, while the processes of the other engines are stopped. The order
-of the engines is reversed from round to round. Each turn has its own trace, so that no run finds its prompts cached.
+engine runs the same trace, one right after the other, while a peer that was started here is stopped and Quire has
+nothing to do. The order of the engines is reversed from round to round. Each turn has its own trace, so that no run
+finds its prompts cached.
 
 The ratio of two engines at a number of clients is the median of the rounds' ratios.
 """

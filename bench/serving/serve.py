@@ -23,7 +23,7 @@ from bench.load import LoadError
 from bench.machine import local_device
 from bench.profiles import PROFILES
 from bench.report import save
-from bench.server_process import quire_server
+from bench.server_process import quire_server, until_idle
 from bench.serving.engines import Engine, grpc_engine, in_process_engine, openai_engine, quire_engine
 from bench.serving.measurer import LoadSettings, Run, measure, plan_turns, warm_up_trace
 from bench.serving.openai_server import openai_process
@@ -68,7 +68,6 @@ class ServeSettings:
     peer_grpc       gRPC address of a Quire server to compare with; neither server's pool and steps are read then
     baseline_model  model for static batches of transformers in this process; None: no baseline
     chrome_trace    file for Quire's steps, one for each number of clients (NAME-cN.json); None: they are not saved
-    rest_s          time between the readiness of servers that were started and their first load
     """
 
     load: LoadSettings
@@ -78,23 +77,26 @@ class ServeSettings:
     peer_grpc: str | None = None
     baseline_model: str | None = None
     chrome_trace: Path | None = None
-    rest_s: float = 0.0
 
 
 async def run(settings: ServeSettings, console: Console) -> tuple[ServerInfo, list[Run]]:
     """Starts the servers that the settings name, measures, and ends them. Raises BenchError and QuireError."""
     async with AsyncExitStack() as resources:
         address = settings.address
+        started: list[int] = []
         if settings.spawn is not None:
             with console.status("starting the services"):
                 server = await resources.enter_async_context(quire_server(settings.spawn))
             address = server.addresses["grpc"]
+            started.append(server.pid)
         client = await resources.enter_async_context(AsyncClient(address, resume_timeout_s=0))
         info = await client.server_info()
         own = quire_engine(client) if settings.peer_grpc is None else grpc_engine("quire", client)
         engines = [own, *await _other_engines(settings, info, resources, console)]
-        if settings.spawn is not None or (settings.peer is not None and settings.peer.command):
-            await asyncio.sleep(settings.rest_s)
+        started += [engine.process_group for engine in engines if engine.process_group is not None]
+        with console.status("waiting until the servers are idle"):
+            if started and not await until_idle(started):
+                console.print("a server is busy without a load, and takes time from the other")
         turns = plan_turns(settings.load, info)
 
         def on_run(done: Run) -> None:
@@ -178,10 +180,6 @@ def parser() -> Parser:
         help="compare with static batches of generate(), in this process, on --model",
     )  # fmt: skip
     flags.add_argument("--model", help="directory or hub id of the model (default: the embedded one)")
-    flags.add_argument(
-        "--rest-s", type=at_least(0, float), default=10.0,
-        help="seconds between the readiness of a server that was started and its load (default: %(default)s)",
-    )  # fmt: skip
     flags.add_argument("--name", default="serve", help="name of the file of results (default: %(default)s)")
     flags.add_argument("--chrome-trace", type=Path, help="save the steps of each run for chrome://tracing")
     flags.add_argument("--output", "--json", type=Path, help="file of results (default: bench/results/NAME.json)")
@@ -221,7 +219,6 @@ def parse(arguments: Sequence[str]) -> tuple["argparse.Namespace", ServeSettings
         peer_grpc=given.peer_grpc,
         baseline_model=model if given.baseline else None,
         chrome_trace=given.chrome_trace,
-        rest_s=given.rest_s,
     )
 
 

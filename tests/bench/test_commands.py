@@ -105,7 +105,7 @@ def test_unknown_flags_go_to_the_server_that_is_started() -> None:
     given, settings = serve.parse(["--spawn", "--num-blocks", "512", "--rounds", "3", "-c", "1,2", "--no-x"])
     assert settings.spawn is not None
     assert settings.spawn[2:] == ("--num-blocks", "512", "--no-x")
-    assert (settings.load.num_rounds, settings.load.concurrencies, settings.rest_s) == (3, (1, 2), 10.0)
+    assert (settings.load.num_rounds, settings.load.concurrencies) == (3, (1, 2))
     assert given.name == "serve"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.server_process import ServerFailed, as_flags, child_process, quire_server
+from bench.server_process import ServerFailed, as_flags, child_process, quire_server, until_idle
 from quire.async_client import AsyncClient
 from tests.support.paths import ROOT
 
@@ -38,6 +38,15 @@ async def test_child_is_ready_at_its_line_and_ended_with_the_block(
         assert child.addresses == {"grpc": "a:1", "http": "b:2"}
         assert psutil.pid_exists(child.pid)
     assert not psutil.pid_exists(child.pid)
+
+
+async def test_a_server_is_idle_when_it_has_stopped_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = "import time\nprint('ready', flush=True)\nwhile time.process_time() < {}: pass\ntime.sleep(600)"
+    async with child_process(module(tmp_path, busy.format(2), monkeypatch), ready="ready") as child:
+        assert await until_idle([child.pid])
+        assert sum(psutil.Process(child.pid).cpu_times()[:2]) > 1.5
+    async with child_process(module(tmp_path, busy.format(600), monkeypatch), ready="ready") as child:
+        assert not await until_idle([child.pid], max_wait_s=2)
 
 
 async def test_child_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_make_targets(target: str) -> None:
 def test_make_bench(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     output = tmp_path / "bench.json"
-    short = ("--concurrency 1,2", "--num-requests 2", "--num-blocks 512", "--rest-s 0")
+    short = ("--concurrency 1,2", "--num-requests 2", "--num-blocks 512")
     run(*make_command("bench", f"ARGS={' '.join(short)} --output {output}"))
     assert output.exists()
 
@@ -127,7 +127,7 @@ def test_make_bench(tmp_path: Path) -> None:
 def test_bench_paired(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     results = tmp_path / "paired.json"
-    short = shlex.split("--concurrency 2 --rounds 1 --num-requests 2 --rest-s 0 --num-threads 1 --max-model-len 256")
+    short = shlex.split("--concurrency 2 --rounds 1 --num-requests 2 --num-threads 1 --max-model-len 256")
     run(sys.executable, "-m", "bench", "paired", "--model", "models/tiny", "--baseline", *short, "--json", str(results))
     assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 
