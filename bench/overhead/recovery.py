@@ -30,6 +30,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.command_line import BenchError, Parser
+from bench.machine import describe_machine
 from bench.report import save
 from bench.server_process import ON_FREE_PORTS, child_process
 from quire.async_client import AsyncClient
@@ -266,6 +267,7 @@ def main(arguments: Sequence[str]) -> None:
     recomputations = asyncio.run(printed(measure_recomputation(given.streams), recomputation_row))
     if given.json is not None:
         result = {
+            "machine": describe_machine(None),
             "step_timeout_s": given.step_timeout_s,
             "recoveries": [asdict(r) for r in recoveries],
             "recomputations": [asdict(r) for r in recomputations],

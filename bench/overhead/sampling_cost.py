@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from bench.command_line import Parser
+from bench.machine import describe_machine
 from bench.report import save
 from executor.config import ExecutorConfig
 from executor.device.device import resolve_num_threads
@@ -163,4 +164,5 @@ def main(arguments: Sequence[str]) -> None:
         kind = cost.kind if cost.num_sequences else "greedy"
         print(f"{kind:>18} {cost.num_sequences:>9} {cost.step_ms:>10.2f} {cost.sample_ms:>15.2f}")
     if given.json is not None:
-        save(given.json, {"num_sequences": given.num_sequences, "costs": [asdict(cost) for cost in costs]})
+        result = {"num_sequences": given.num_sequences, "costs": [asdict(cost) for cost in costs]}
+        save(given.json, {"machine": describe_machine(None), **result})

@@ -6,7 +6,6 @@ Prompts have different lengths, so that in each step a sixteenth of the sequence
 are medians of repetitions in this process. Compare them within one run only.
 """
 
-import platform
 import statistics
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.command_line import Parser
+from bench.machine import describe_machine
 from bench.report import save
 from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, StepResult
 
@@ -77,4 +77,4 @@ def main(arguments: Sequence[str]) -> None:
         rows.append({"running": num_running, "us_a_step": step_us, "us_a_request": step_us / num_running})
         print(f"{num_running:>8} {step_us:>10.0f} {step_us / num_running:>13.2f}")
     if given.json is not None:
-        save(given.json, {"python": platform.python_version(), "rows": rows})
+        save(given.json, {"machine": describe_machine(None), "rows": rows})
