@@ -49,6 +49,15 @@ def test_every_file_of_the_tests_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("package", ["scheduler", "executor", "gateway", "bench"])
+def test_the_readmes_tree_names_each_room(package: str) -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    entry = re.search(rf"^{package}/ .*\n(?: .*\n)*", tree, re.MULTILINE)
+    assert entry is not None
+    rooms = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert sorted(rooms - set(re.findall(r"\w+", entry[0]))) == []
+
+
 def test_the_glossary_explains_each_word_once() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     words = [word for row in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for word in row.split(", ")]
