@@ -65,7 +65,7 @@ CASES: list[tuple[Claim, Callable[[], dict[str, Any]], Word, str]] = [
     (fixed_pool.CLAIM, lambda: data.fixed_pool({**_MOST, "paged": 48}, 20.0), REPRODUCED, "than the batch (2.00"),
     (fixed_pool.CLAIM, lambda: data.fixed_pool({**_MOST, "paged": 64}, 20.0), REPRODUCED, "there were no more clients"),
     (fixed_pool.CLAIM, lambda: data.fixed_pool({**_MOST, "paged": 12}, 20.0), PARTLY, "preempted 0 times"),
-    (fixed_pool.CLAIM, lambda: data.fixed_pool({**_MOST, "paged": 12}, 9.0), NOT, "preempted 0 times"),
+    (fixed_pool.CLAIM, lambda: data.fixed_pool({**_MOST, "paged": 12}, 9.0), NOT, "Reserving exactly makes 1.11"),
     (block_sizes.CLAIM, lambda: data.block_sizes((200, 100, 90), (30, 40, 41)), REPRODUCED, "takes 2.00"),
     (block_sizes.CLAIM, lambda: data.block_sizes((100, 100, 90), (30, 40, 41)), PARTLY, "nothing to gain"),
     (block_sizes.CLAIM, lambda: data.block_sizes((200, 100, 90), (30, 20, 41)), PARTLY, "not the best choice"),
