@@ -204,6 +204,6 @@ def _narrowest(weights: Sequence[torch.Tensor]) -> torch.dtype:
     dtype = weights[0].dtype
     if dtype is torch.float32:
         for narrow in (torch.bfloat16, torch.float16):
-            if all(torch.equal(rows.to(narrow).float(), rows) for weight in weights for rows in weight.split(64)):
+            if all(torch.equal(rows.to(narrow).float(), rows) for weight in weights for rows in torch.split(weight, 64)):
                 return narrow
     return dtype
