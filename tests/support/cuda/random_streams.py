@@ -29,7 +29,7 @@ class Sequence:
 
     @property
     def samples(self) -> bool:
-        return self.num_computed_tokens + self.next_count == self.num_tokens
+        return self.num_computed_tokens + self.row_count == self.num_tokens
 
 
 @dataclass(slots=True)
@@ -139,7 +139,9 @@ class RandomStream:
         """Returns full blocks of another sequence. Their contents do not matter, as both runners read the same."""
         for sequence in self.running:
             if self._random.random() < 0.3:
-                num_full = (min(sequence.num_computed_tokens, num_tokens - 1)) // self.limits.block_size
+                # Not those of its output: it may have ended, and then the executor has not written them.
+                num_written = min(sequence.num_computed_tokens, sequence.params.num_prompt_tokens)
+                num_full = min(num_written, num_tokens - 1) // self.limits.block_size
                 self._refs.update(sequence.blocks[:num_full])
                 return sequence.blocks[:num_full]
         return []
