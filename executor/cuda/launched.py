@@ -131,15 +131,16 @@ class CudaLaunchedStep:
         self._arrived.wait()
         token_ids = np.zeros(len(self._step.reporting), dtype=np.int32)
         end_reasons = np.zeros(len(self._step.reporting), dtype=np.uint8)
+        results: NDArray[np.int32] = np.empty((0, RESULT_FIELDS), dtype=np.int32)  # no slot has sampled
         if self._results is not None:
-            results: NDArray[np.int32] = self._results.numpy().view(np.int32).reshape(-1, RESULT_FIELDS)
-            self._finite.count(self._step, results[:, 1] == EndReason.NOT_FINITE, self._reports)
-            places = np.searchsorted(self._step.reporting, self._step.sampling)
-            token_ids[places] = results[:, 0]
-            end_reasons[places] = results[:, 1]
-            had_ended = results[:, 2] != 0
-            self._has_ended = had_ended | (results[:, 1] != 0)
-            self._num_computed -= had_ended  # the row of this step was not written
+            results = self._results.numpy().view(np.int32).reshape(-1, RESULT_FIELDS)
+        self._finite.count(self._step, results[:, 1] == EndReason.NOT_FINITE, self._reports)
+        places = np.searchsorted(self._step.reporting, self._step.sampling)
+        token_ids[places] = results[:, 0]
+        end_reasons[places] = results[:, 1]
+        had_ended = results[:, 2] != 0
+        self._has_ended = had_ended | (results[:, 1] != 0)
+        self._num_computed -= had_ended  # the row of this step was not written
         return StepOutput(
             epoch=self._plan.epoch,
             step_id=self._plan.step_id,

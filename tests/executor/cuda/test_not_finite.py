@@ -91,3 +91,9 @@ def test_several_bad_rows_mean_that_the_process_is_broken(poisoned) -> None:
     step_in_turn(runner, poison, [False, True])
     with pytest.raises(ModelBroken, match="not finite in 3 rows"):
         step_in_turn(runner, poison, [True])
+
+
+def test_bad_rows_of_beams_alone_count(poisoned) -> None:
+    """A step of beams samples no token, so that it has no results to fetch from the device."""
+    with pytest.raises(ModelBroken, match="not finite in 3 rows"):
+        step_in_turn(*poisoned([0]), [True] * MAX_ROWS, num_candidates=2)

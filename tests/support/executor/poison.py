@@ -124,11 +124,13 @@ def fork_in_a_poisoned_step(runner: ModelRunner, poison: Poison) -> list[EndReas
     return [sequence.reason for sequence in driver.sequences]
 
 
-def step_in_turn(runner: ModelRunner, poison: Poison, poisoned: list[bool], num_prompts: int = 1) -> None:
+def step_in_turn(
+    runner: ModelRunner, poison: Poison, poisoned: list[bool], num_prompts: int = 1, **params: object
+) -> None:
     """Runs a step of new prompts for each of `poisoned`, with the poison armed or not."""
     for number, is_poisoned in enumerate(poisoned):
         driver = PlanDriver(runner, epoch=number + 1)
         for prompt in range(num_prompts):
-            driver.admit([1 + prompt, 2], 4, eos_token_ids=ints(3))
+            driver.admit([1 + prompt, 2], 4, eos_token_ids=ints(3), **params)
         poison.is_armed = is_poisoned
         driver.step()
