@@ -150,11 +150,13 @@ def _draw_likely(
     if top_p < 1.0:
         limit = top_p * mass
         crossing, before = _find(scores, vocab_size, peak, temperature, limit, False, num_digits, tile)
-        weight = _weight(_score(crossing, num_digits), peak, temperature)
-        num_crossing = tl.maximum(_at_most(tl.ceil((limit - before) / weight), vocab_size), 1)
-        num_last = tl.where(crossing < last, num_crossing, tl.minimum(num_crossing, num_last))
-        last = tl.minimum(crossing, last)
-        mass = before + num_last * weight
+        # With top-p close to 1, rounding errors can put the crossing behind what top-k keeps. Then top-p cuts nothing.
+        if crossing <= last:
+            weight = _weight(_score(crossing, num_digits), peak, temperature)
+            num_crossing = tl.maximum(_at_most(tl.ceil((limit - before) / weight), vocab_size), 1)
+            num_last = tl.where(crossing < last, num_crossing, tl.minimum(num_crossing, num_last))
+            last = crossing
+            mass = before + num_last * weight
     if _weight(_score(last, num_digits), peak, temperature) < min_p:
         mass, last = _mass_before(scores, vocab_size, peak, temperature, last, min_p, num_digits, tile)
         num_last = vocab_size

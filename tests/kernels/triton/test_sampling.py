@@ -100,6 +100,18 @@ def test_a_draw_never_selects_a_token_that_was_cut() -> None:
         assert max(0, top_k - 3) <= rank < top_k
 
 
+def test_a_top_p_close_to_one_keeps_all_equal_logits_that_top_k_keeps() -> None:
+    """The weights of these tokens, added up in another order, can stay below the share that top-p asks for."""
+    top_ks = (125, 517, 628, 675, 875, 1231)
+    logits = torch.full((len(top_ks), 1500), -6.0)
+    for row, top_k in enumerate(top_ks):
+        logits[row, 1:top_k] = -1.06
+    logits[:, 0] = 0.0
+    given = Columns([(1.0, top_k, 1 - 2**-23, 0.0, 0.6) for top_k in top_ks])
+    for row, (chosen, top_k) in enumerate(zip(given.draw(logits), top_ks, strict=True)):
+        Row(logits[row].double().numpy(), 1.0, top_k, 1 - 2**-23, 0.0).check(chosen, 0.6)
+
+
 def test_equal_logits_are_cut_by_id() -> None:
     logits = torch.zeros(6, 2100)
     logits[:, 5] = -0.0
