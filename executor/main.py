@@ -47,13 +47,13 @@ def run(config: ExecutorConfig) -> int:
     except KeyboardInterrupt:
         return EXIT_OK
     except (ConfigError, CheckpointError, OutOfMemory, AddressUnusable) as error:
-        logs.put_last_line(f"executor: {error}")
+        logs.put_last_line("executor", error, config.log_format)
         return EXIT_CONFIG
     except AddressInUse as error:
-        logs.put_last_line(f"executor: {error}")
+        logs.put_last_line("executor", error, config.log_format)
         return EXIT_ADDRESS_IN_USE
     except RankLost as error:
-        logs.put_last_line(f"executor: {error}")
+        logs.put_last_line("executor", error, config.log_format)
         return EXIT_DEVICE_LOST
     return _leave(EXIT_OK if ended_well else EXIT_DEVICE_LOST)
 

@@ -68,9 +68,9 @@ def run(config: GatewayConfig, api_key: str | None = None) -> int:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(serve(config, api_key))
     except AddressInUse as error:
-        return _give_up(error, EXIT_ADDRESS_IN_USE)
+        return _give_up(config, error, EXIT_ADDRESS_IN_USE)
     except (ConfigError, AddressUnusable, TlsError) as error:
-        return _give_up(error, EXIT_BAD_CONFIG)
+        return _give_up(config, error, EXIT_BAD_CONFIG)
 
 
 async def serve(config: GatewayConfig, api_key: str | None) -> int:
@@ -214,6 +214,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _give_up(error: Exception, exit_code: int) -> int:
-    logs.put_last_line(f"quire gateway: {error}")
+def _give_up(config: GatewayConfig, error: Exception, exit_code: int) -> int:
+    logs.put_last_line("gateway", error, config.log_format)
     return exit_code

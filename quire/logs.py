@@ -51,14 +51,15 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
     logging._srcfile = None  # skips looking up the caller
 
 
-def put_last_line(line: str) -> None:
+def put_last_line(service: str, error: Exception, log_format: str) -> None:
     """Writes the reason for the end of a service to standard error, after all lines of the log.
 
     Commands show the last line of a service that could not start, and log lines that wait would come after it.
     """
     for handler in logging.getLogger().handlers:
         handler.flush()
-    put_line(sys.stderr, line)
+    is_json = log_format == "json"
+    put_line(sys.stderr, as_json_line(service, str(error), "critical") if is_json else f"quire {service}: {error}")
 
 
 def log_as(**fields: str) -> None:
@@ -76,7 +77,16 @@ def printable(text: str) -> str:
     )
 
 
-def as_json_line(service: str, line: str) -> str:
+def event_of(line: str) -> str:
+    """Returns the event of a line that `as_json_line` or the log has written as JSON, and other lines as they are."""
+    try:
+        record = json.loads(line) if line.startswith("{") else None
+    except ValueError:
+        return line
+    return str(record["event"]) if isinstance(record, dict) and "event" in record else line
+
+
+def as_json_line(service: str, line: str, level: str = "info") -> str:
     """Returns a line of a service that logs as JSON. A line that is not JSON becomes the event of a record."""
     if line.startswith("{"):
         try:
@@ -86,7 +96,7 @@ def as_json_line(service: str, line: str) -> str:
         else:
             return line
     timestamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return json.dumps({"event": line, "level": "info", "logger": service, "timestamp": timestamp, "service": service})
+    return json.dumps({"event": line, "level": level, "logger": service, "timestamp": timestamp, "service": service})
 
 
 def _formatter(service: str, log_format: str, *, is_terminal: bool) -> logging.Formatter:

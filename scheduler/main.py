@@ -75,9 +75,9 @@ def run(config: SchedulerConfig) -> int:
         model = load_model(config)
         return asyncio.run(serve(config, model))
     except AddressInUse as error:
-        return _give_up(error, EXIT_ADDRESS_IN_USE)
+        return _give_up(config, error, EXIT_ADDRESS_IN_USE)
     except (ConfigError, CheckpointError, AddressUnusable, KeyFileError, TlsError, TenantsError) as error:
-        return _give_up(error, EXIT_BAD_CONFIG)
+        return _give_up(config, error, EXIT_BAD_CONFIG)
 
 
 def load_model(config: SchedulerConfig) -> ServedModel:
@@ -266,6 +266,6 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
 
 
-def _give_up(error: Exception, exit_code: int) -> int:
-    logs.put_last_line(f"quire scheduler: {error}")
+def _give_up(config: SchedulerConfig, error: Exception, exit_code: int) -> int:
+    logs.put_last_line("scheduler", error, config.log_format)
     return exit_code

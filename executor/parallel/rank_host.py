@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from math import inf
@@ -23,7 +22,6 @@ from executor.parallel.joining import NotARank, join, read_key
 from executor.parallel.member import start_worker
 from executor.parallel.rank_config import RankConfig
 from quire import logs
-from quire.log_writer import put_line
 from quire.signals import end_signals
 
 _log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ def run(config: RankConfig) -> int:
     try:
         key = read_key(config.ranks_key)
     except ConfigError as error:
-        put_line(sys.stderr, f"rank: {error}")
+        logs.put_last_line("rank", error, config.log_format)
         return EXIT_CONFIG
     codes: SimpleQueue[int] = SimpleQueue()
 

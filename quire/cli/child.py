@@ -134,13 +134,13 @@ class Child:
         """Passes on the output until the process ends; returns how it ended."""
         process = self._process
         if process is None or process.stdout is None:
-            return ChildExit(self.name, None, self._last_lines[-1] if self._last_lines else "")
+            return ChildExit(self.name, None, self._last_line())
         output = asyncio.create_task(self._pump(process.stdout))
         return_code = await process.wait()
         # Waits for the rest of the output, but not for long: a grandchild can keep the pipe open.
         await asyncio.wait({output}, timeout=1.0)
         output.cancel()
-        self.last_exit = ChildExit(self.name, return_code, self._last_lines[-1] if self._last_lines else "")
+        self.last_exit = ChildExit(self.name, return_code, self._last_line())
         return self.last_exit
 
     async def stopping_within(self, seconds: float) -> bool:
@@ -200,6 +200,12 @@ class Child:
             for line in lines:
                 self._emit(line)
         self._emit(rest)
+
+    def _last_line(self) -> str:
+        """Returns the last line as text, also of a service that logs as JSON."""
+        from quire.logs import event_of  # loads structlog, which other commands do without
+
+        return event_of(self._last_lines[-1]) if self._last_lines else ""
 
     def _emit(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()

@@ -99,7 +99,7 @@ def serve(**values: Any) -> None:
     """
     from quire.cli.serve import serve as run
 
-    with reported():
+    with reported("supervisor", values.get("log_format")):
         num_replicas = values.pop("replicas", None) or 1
         chosen = with_model(values)
         services = service_pair(chosen) if num_replicas == 1 else replicated_services(chosen, num_replicas)
@@ -114,13 +114,13 @@ def serve(**values: Any) -> None:
 
 def scheduler(**values: Any) -> None:
     """Runs the scheduler alone."""
-    with reported():
+    with reported("scheduler", values.get("log_format")):
         raise typer.Exit(run_scheduler(SchedulerConfig.from_dict(with_model(values))))
 
 
 def executor(**values: Any) -> None:
     """Runs an executor alone."""
-    with reported():
+    with reported("executor", values.get("log_format")):
         raise typer.Exit(run_executor(ExecutorConfig.from_dict(with_model(values))))
 
 
@@ -130,7 +130,7 @@ def rank(**values: Any) -> None:
     That executor needs --remote-ranks, --ranks-listen and --ranks-key. The ranks join its group again and again, until
     SIGTERM.
     """
-    with reported():
+    with reported("rank", values.get("log_format")):
         raise typer.Exit(run_ranks(RankConfig(**{"join": "", "ranks_key": ""} | with_model(values))))
 
 
@@ -139,7 +139,7 @@ def gateway(**values: Any) -> None:
 
     It calls them with the key in QUIRE_API_KEY, if there is one, and passes on the keys of its clients.
     """
-    with reported():
+    with reported("gateway", values.get("log_format")):
         raise typer.Exit(run_gateway(GatewayConfig.from_dict(with_schedulers(values))))
 
 

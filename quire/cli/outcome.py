@@ -26,21 +26,33 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE}
 
 
 @contextmanager
-def reported() -> Iterator[None]:
-    """Turns an expected error into an exit code and a line on standard error, or one line for each invalid field."""
+def reported(service: str = "", log_format: str | None = None) -> Iterator[None]:
+    """Turns an expected error into an exit code and a line on standard error, or one line for each invalid field.
+
+    service, log_format  of a command that runs a service, whose last line is JSON if its log is
+    """
+
+    def end(message: str, code: int) -> NoReturn:
+        if log_format == "json":
+            from quire.logs import as_json_line  # loads structlog, which other commands do without
+
+            put_line(sys.stderr, as_json_line(service, message, "critical"))
+            raise typer.Exit(code)
+        fail(message, code)
+
     try:
         yield
     except InvalidRequestError as error:
         listed = "".join(f"\n  {field}: {problem}" for field, problem in error.violations.items())
-        fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
+        end(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
-        fail(str(error), exit_codes.exit_code(error))
+        end(str(error), exit_codes.exit_code(error))
     except (ConfigError, ChecksumError, ModelNotFound, PlanningError, TlsError, KeyFileError) as error:
-        fail(str(error), exit_codes.USAGE)
+        end(str(error), exit_codes.USAGE)
     except AddressInUse as error:
-        fail(str(error), exit_codes.ADDRESS_IN_USE)
+        end(str(error), exit_codes.ADDRESS_IN_USE)
     except (ChildFailed, FleetError) as failure:
-        fail(str(failure), failure.exit_code)
+        end(str(failure), failure.exit_code)
     except KeyboardInterrupt:
         raise typer.Exit(exit_codes.INTERRUPTED) from None
 

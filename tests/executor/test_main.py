@@ -139,7 +139,7 @@ def refusal(config: ExecutorConfig, capfd) -> str:
     assert run(config) == EXIT_CONFIG
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1
-    assert errors[0].startswith("executor: ")
+    assert errors[0].startswith("quire executor: ")
     return errors[0]
 
 

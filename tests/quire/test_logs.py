@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.log_writer import WritingHandler
-from quire.logs import FORMATS, as_json_line, configure, log_as, printable
+from quire.logs import FORMATS, as_json_line, configure, event_of, log_as, printable
 
 HOSTILE = 'mine\n2026-01-01 [info] request ended\r\x1b[31m\x1b]0;title\x07\x00\u202e reason=eos "quoted"\u2028end'
 log = logging.getLogger("scheduler.test")
@@ -165,6 +165,13 @@ def test_printed_lines_become_records() -> None:
         assert {"timestamp", "level", "service", "logger", "event"} <= record.keys()
 
 
+def test_the_event_of_a_line_is_found_again() -> None:
+    for line in ("ready 127.0.0.1:1", "{not json}", '{"a": 1}', "{}", "[1]", "Traceback", ""):
+        assert event_of(as_json_line("executor", line)) in (line, as_json_line("executor", line))
+        assert event_of(line) == line
+    assert event_of(as_json_line("executor", "the reason")) == "the reason"
+
+
 @pytest.mark.parametrize("made_up", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])
 def test_printable(made_up: str) -> None:
     assert printable(made_up).isprintable()
@@ -224,15 +231,21 @@ raise SystemExit(3)
     assert json.loads(done.stderr)["event"] == "the end"
 
 
-def test_the_reason_for_the_end_comes_after_the_log() -> None:
-    script = """
+@pytest.mark.parametrize("log_format", FORMATS)
+def test_the_reason_for_the_end_comes_after_the_log(log_format: str) -> None:
+    script = f"""
 import logging
 from quire.logs import configure, put_last_line
-configure("scheduler", "info", "console")
+configure("scheduler", "info", {log_format!r})
 logging.getLogger("x").info("before")
-put_last_line("quire scheduler: the reason")
+put_last_line("scheduler", ValueError("the reason"), {log_format!r})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     before, reason = done.stderr.splitlines()
     assert "before" in before
-    assert reason == "quire scheduler: the reason"
+    if log_format == "console":
+        assert reason == "quire scheduler: the reason"
+        return
+    record = json.loads(reason)
+    assert (record["event"], record["level"], record["service"]) == ("the reason", "critical", "scheduler")
+    assert record.keys() == json.loads(before).keys()

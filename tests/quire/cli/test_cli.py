@@ -53,6 +53,15 @@ def test_the_command_line_imports_neither_torch_nor_the_services() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "gateway"])
+def test_a_service_that_logs_as_json_refuses_its_flags_as_json(command: str) -> None:
+    result = invoke(command, "--log-format", "json", "--log-level", "loud")
+    assert result.exit_code == 2
+    record = json.loads(result.stderr)
+    assert record["event"].startswith("log_level")
+    assert (record["level"], record["service"]) == ("critical", "supervisor" if command == "serve" else command)
+
+
 def test_generate_prints_the_text(server: ScriptedServer) -> None:
     server.script = replies(started(), delta(0, "Once", 1), delta(0, " upon", 2), finished(0))
     result = invoke(

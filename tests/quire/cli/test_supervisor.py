@@ -50,6 +50,17 @@ async def test_a_child_that_ends_before_all_are_ready_is_a_failure() -> None:
     assert log.of("executor") == ["cannot read weights"]  # not restarted
 
 
+async def test_a_failure_shows_the_reason_of_a_child_that_logs_as_json() -> None:
+    program = """
+        import json, sys
+        print(json.dumps({"event": "cannot read weights", "level": "critical"}), file=sys.stderr)
+        sys.exit(4)
+    """
+    async with Supervisor([child("executor", program)], log=Log()) as supervisor:
+        with pytest.raises(ChildFailed, match="ready: cannot read weights"):
+            await supervisor.until_ready(never)
+
+
 async def test_until_ready_repeats_the_probe_until_it_succeeds() -> None:
     answers = [False, False, True]
 
