@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from gateway.api.endpoint import Chunks, EchoedPrompt, Head, ParsedRequest
 from gateway.api.errors import ApiError, from_quire_error, unavailable
 from gateway.http.model_tools import prepare
 from gateway.http.reader import Reader
+from gateway.http.request_ids import id_headers, new_id
 from gateway.schedulers.open_requests import OpenRequests
 from gateway.schedulers.stream import Caller, GenerationStream, trace_header
 from quire.errors import InternalError, QueueFullError, QuireError, UnavailableError
@@ -83,7 +83,7 @@ class GenerationHandler:
     ) -> web.StreamResponse:
         """Raises ApiError and QuireError, unless the answer has begun."""
         model = await self._models.checked(parsed.model, caller.authorization)
-        answer_id = f"{parsed.id_prefix}{uuid.uuid4().hex}"
+        answer_id = new_id(parsed.id_prefix)
         tools = await self._tools.of(parsed)
         reading = None
         if tools is not None:
@@ -104,7 +104,7 @@ class GenerationHandler:
             async for i, messages in _merged(parsed, streams):
                 for message in messages:
                     collector.add(i, message)
-            return web.json_response(text=to_json(collector.body()), headers=_id_headers(head.id))
+            return web.json_response(text=to_json(collector.body()), headers=id_headers())
         finally:
             for stream in streams:
                 stream.close()
@@ -120,7 +120,7 @@ class GenerationHandler:
     ) -> web.StreamResponse:
         """Writes the events. Errors before the first message are raised; later ones become an event."""
         chunks = parsed.chunks(head, echoes)
-        response = web.StreamResponse(headers=EVENT_HEADERS | _id_headers(head.id))
+        response = web.StreamResponse(headers=EVENT_HEADERS | id_headers())
         if request.version < HttpVersion11:  # it has no chunks, so only the end of the connection ends the answer
             response.force_close()
         reader = Reader(request, response)
@@ -151,7 +151,7 @@ class GenerationHandler:
         except Exception:
             if not response.prepared:
                 raise
-            log.exception("a stream failed because of a bug")
+            log.exception("a stream failed because of a bug", extra={"request_id": head.id})
             failure = from_quire_error(InternalError("internal error; see the gateway's log"), {})
             await self._fail(chunks, reader, failure)
         finally:
@@ -226,11 +226,6 @@ class _ChunkWriter:
     def take(self, message: pb.GenerateResponse) -> None:
         if text := self._chunks.encode(self._prompt, message):
             self._reader.write_now(text)
-
-
-def _id_headers(answer_id: str) -> dict[str, str]:
-    """Returns the id of an answer as OpenAI's clients read it, and as Anthropic's do."""
-    return {"X-Request-Id": answer_id, "Request-Id": answer_id}
 
 
 def caller_of(request: web.Request) -> Caller:

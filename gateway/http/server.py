@@ -20,6 +20,7 @@ from gateway.http.chat_page import UNKNOWN_HOST, ChatPage
 from gateway.http.generation import GenerationHandler
 from gateway.http.model_tools import ServedModelTools
 from gateway.http.pages import Pages
+from gateway.http.request_ids import id_headers, new_id, request_id
 from gateway.http.served_models import ServedModels
 from gateway.metrics import GatewayMetrics
 from quire.addresses import HostPort, at_port, is_local, listen_error
@@ -30,6 +31,7 @@ from quire.http.json_bodies import BodyBounds, BodyRefused, JsonBodies
 from quire.http.runner import http_runner
 from quire.http.slow_readers import SlowReaders
 from quire.http.unread_bodies import UnreadBodies
+from quire.log_rate import RateLimit
 
 if TYPE_CHECKING:
     import ssl
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 log = logging.getLogger(__name__)
+
+REQUEST_FAILED = "request failed"
+log.addFilter(RateLimit(REQUEST_FAILED, per_second=10))  # a refused request costs its client nothing
 
 MAX_JSON_MARKS = 250_000
 """Most commas, colons and opening brackets of a body. A prompt of 200,000 token ids has fewer."""
@@ -188,18 +193,22 @@ class GatewayServer:
         @web.middleware
         async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
             self._silent.pop(request.protocol, None)
+            new_id()
             resource = request.match_info.route.resource
             path = _known_path(request) if resource is None else resource.canonical
             try:
                 response = await self._guarded(request, handler)
             except ApiError as error:
+                _log_failure(request, path, error)
                 response = _error_response(error, request.path)
             except ConnectionError:
                 raise
             except Exception:
-                log.exception("a request failed because of a bug")
+                log.exception("a request failed because of a bug", extra={"request_id": request_id()})
                 bug = from_quire_error(InternalError("internal error; see the gateway's log"), {})
                 response = _error_response(bug, request.path)
+            if not response.prepared:
+                response.headers.update(id_headers())
             self.metrics.requests.labels(path, str(response.status)).inc()
             if self.generation.requests.is_draining:
                 response.force_close()
@@ -222,6 +231,16 @@ class GatewayServer:
         except web.HTTPException as error:
             message = f"{error.reason} ({request.method} {request.path[:200]})"
             raise ApiError(message, status=error.status, allow=error.headers.get("Allow")) from None
+
+
+def _log_failure(request: web.Request, path: str, error: ApiError) -> None:
+    """Logs a request that fails before its answer begins. Messages below 500 may quote the request, so they are left
+    out.
+    """
+    is_of_server = error.status >= 500
+    fields = {"request_id": request_id(), "client": request.remote, "path": path, "status": error.status}
+    fields |= {"code": error.code, "reason": error.message if is_of_server else None}
+    log.log(logging.WARNING if is_of_server else logging.INFO, REQUEST_FAILED, extra=fields)
 
 
 def _forbidden(message: str) -> ApiError:
