@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from checks.house import given_root
+
 PROBE = """
 import sys
 from enum import Enum
@@ -50,4 +52,4 @@ def main(root: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()))
+    sys.exit(main(given_root(__doc__)))

@@ -8,6 +8,7 @@ room to another room that it imports. A *circle* is a group of files that import
 without blank lines, comments and docstrings.
 """
 
+import argparse
 import ast
 import io
 import re
@@ -168,5 +169,15 @@ def main(root: Path) -> int:
     return 0 if is_within else 1
 
 
+def given_root(description: str | None) -> Path:
+    """Returns the folder that the command line names. Ends the process for `--help`, or if there is no such folder."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="a checkout; absent: this folder")
+    root: Path = parser.parse_args().root
+    if not root.is_dir():
+        parser.error(f"{root} is not a folder")
+    return root.resolve()
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()))
+    sys.exit(main(given_root(__doc__)))

@@ -1,11 +1,13 @@
 """The measured shape of a small tree is what a person counts in it."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from checks.house import circle, code_lines, imports, main, measure, rooms, source_files
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -57,3 +59,16 @@ def test_imports_in_functions_are_arrows_too(tree: Path) -> None:
 def test_a_circle_is_named() -> None:
     assert circle({"a": {"b"}, "b": set()}) == []
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("check", ["house", "concepts"])
+def test_the_command_line_explains_itself(check: str) -> None:
+    def ended(word: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", f"checks.{check}", word]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        return result.returncode, result.stdout + result.stderr
+
+    code, text = ended("--help")
+    assert (code, "usage: " in text) == (0, True)
+    code, text = ended("/no/such/folder")
+    assert (code, "/no/such/folder is not a folder" in text) == (2, True)
