@@ -9,6 +9,7 @@ from typing import TextIO
 
 from quire import tries
 from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenLogprob, TokenLogprobs
+from quire.log_writer import put_line
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None
     finished: dict[int, Finished] = {}
     for event in events:
         match event:
-            case Started() if notes is not None:
-                notes.write(f"[{event.prompt_tokens} prompt tokens, {event.cached_tokens} of them cached]\n")
+            case Started():
+                put_line(notes, f"[{event.prompt_tokens} prompt tokens, {event.cached_tokens} of them cached]")
             case PromptLogprobs():
                 prompt.extend(event.tokens)
             case Delta(index=index):
@@ -75,9 +76,8 @@ def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None
         if logprobs[index]:
             out.write(f"\n{logprob_table(f'sequence {index}', logprobs[index])}")
     out.flush()
-    if notes is not None:
-        for index in sorted(finished):
-            notes.write(f"[{index}: {finished[index].reason}, {finished[index].usage.completion_tokens} tokens]\n")
+    for index in sorted(finished):
+        put_line(notes, f"[{index}: {finished[index].reason}, {finished[index].usage.completion_tokens} tokens]")
 
 
 def logprob_table(title: str, logprobs: Sequence[TokenLogprobs], first_position: int = 0) -> str:

@@ -88,6 +88,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model's text may contain characters that the terminal's encoding lacks
             stream.reconfigure(errors="replace")
+    for name in ("COLUMNS", "LINES"):  # 0 means that the size is not known, and rich would print nothing
+        if not os.environ.get(name, "").strip("0"):
+            os.environ.pop(name, None)
     with flushed():
         app()
 

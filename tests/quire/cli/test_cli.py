@@ -1,6 +1,7 @@
 """The command line against a scripted server, and its exit codes."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -53,12 +54,12 @@ def test_the_command_line_imports_neither_torch_nor_the_services() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "gateway"])
+@pytest.mark.parametrize("command", ["serve", "scheduler", "executor"])
 def test_a_service_that_logs_as_json_refuses_its_flags_as_json(command: str) -> None:
-    result = invoke(command, "--log-format", "json", "--log-level", "loud")
+    result = invoke(command, "--log-format", "json", "--model", "/no/such")
     assert result.exit_code == 2
     record = json.loads(result.stderr)
-    assert record["event"].startswith("log_level")
+    assert record["event"].startswith("/no/such: ")
     assert (record["level"], record["service"]) == ("critical", "supervisor" if command == "serve" else command)
 
 
@@ -187,6 +188,19 @@ def test_an_output_that_cannot_be_written_is_at_most_one_line(words: str, redire
     command = f"set -o pipefail; unset PYTHONUNBUFFERED; {sys.executable} -m quire {words} {redirection}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, told)
+
+
+def test_a_terminal_of_unknown_size_is_no_reason_to_print_nothing() -> None:
+    command = [sys.executable, "-m", "quire", "plan", "llama-3.1-8b"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "0"})
+    assert "Floors" in ended.stdout
+
+
+def test_statistics_that_cannot_be_written_do_not_end_a_completion(server: ScriptedServer) -> None:
+    server.script = replies(started(), delta(0, "Once", 1), finished(0))
+    command = f"{sys.executable} -m quire generate p --stats --address {server.address} 2>/dev/full"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "Once\n")
 
 
 def test_generate_can_chat(server: ScriptedServer) -> None:
