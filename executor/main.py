@@ -23,7 +23,7 @@ from executor.loading import load_model
 from executor.server import serve
 from executor.share_loading import Say
 from quire import logs
-from quire.addresses import AddressInUse, AddressUnusable, check_free
+from quire.addresses import AddressInUse, AddressUnusable, check_apart, check_free
 from quire.descriptors import raise_descriptor_limit
 from quire.log_writer import put_line
 from quire.signals import end_signals
@@ -70,9 +70,11 @@ def _leave(exit_code: int) -> NoReturn:
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
     """Loads and serves. Returns False if the device was lost or hangs. Checks addresses before the slow loading."""
-    for address in (config.listen_address, config.metrics_address):
-        if address:
-            check_free(address)
+    addresses = {"listen_address": config.listen_address, "metrics_address": config.metrics_address}
+    addresses = {setting: address for setting, address in addresses.items() if address}
+    for address in addresses.values():
+        check_free(address)
+    check_apart(addresses)
     with _ended_if_silent(config.load_timeout_s) as say:
         model = load_model(config, say)
     try:

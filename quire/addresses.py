@@ -3,8 +3,8 @@
 import errno
 import os
 import socket
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
@@ -125,11 +125,34 @@ def check_free(address: str) -> str:
         if address.startswith(UNIX):
             _check_socket_file(address.removeprefix(UNIX))
             return address
-        return at_port(address, _listen_for_a_moment(HostPort.parse(address)))
+        with _listening(HostPort.parse(address)) as port:
+            return at_port(address, port)
     except OSError as error:
         raise listen_error(address, error) from None
     except UnicodeError:  # of a name that cannot be written for the name service, such as "a..b"
         raise AddressUnusable(f"cannot listen on {address}: this cannot be the name of a host") from None
+
+
+def check_apart(addresses: Mapping[str, str]) -> None:
+    """Checks that servers can listen at all of these addresses at once, each of which is free; keys are their settings.
+
+    An address of any host is not apart from one with a host and the same port. Raises AddressUnusable.
+    """
+    paths: set[str] = set()
+    with ExitStack() as listening:
+        for setting, address in addresses.items():
+            is_taken = address in paths
+            if address.startswith(UNIX):
+                paths.add(address)
+            else:
+                try:
+                    listening.enter_context(_listening(HostPort.parse(address)))
+                except OSError as error:
+                    is_taken = error.errno == errno.EADDRINUSE
+                    if not is_taken:
+                        raise listen_error(address, error) from None
+            if is_taken:
+                raise AddressUnusable(f"{setting}: two services cannot listen on {address}")
 
 
 def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable:
@@ -147,16 +170,16 @@ def _candidate_ports() -> Iterator[int]:
         yield _FIRST_PORT + (start + distance) % _NUM_PORTS
 
 
-def _listen_for_a_moment(wanted: HostPort) -> int:
-    """Returns the port. Raises OSError."""
+@contextmanager
+def _listening(wanted: HostPort) -> Iterator[int]:
+    """Listens, and yields the port. Raises OSError."""
     family, kind, protocol, _, place = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         # Servers set this option too: closed connections of an earlier process must not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(place)
         probe.listen(1)
-        port: int = probe.getsockname()[1]
-        return port
+        yield probe.getsockname()[1]
 
 
 def _check_socket_file(path: str) -> None:

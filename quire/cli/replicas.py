@@ -18,6 +18,7 @@ from quire.cli.child import ChildSpec
 from quire.cli.services import (
     WITH_GATEWAY,
     ServicePair,
+    check_all_apart,
     chosen_address,
     default_of,
     gateway_child,
@@ -90,6 +91,8 @@ def replicated_services(values: Mapping[str, Any], num_replicas: int) -> Replica
         "grpc_listen": listen,
     }
     for_gateway |= {name: values[name] for name in _OF_ROUTING if name in values}
+    pages = {f"page {i}": page for i, page in enumerate(each for pair in pairs for each in _pages(pair))}
+    check_all_apart({**pages, "listen": listen, "gateway_listen": for_gateway["listen"]})
     return ReplicatedServices(pairs, GatewayConfig.from_dict(for_gateway), for_gateway)
 
 

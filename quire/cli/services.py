@@ -12,6 +12,7 @@ from quire.addresses import (
     AddressError,
     AddressInUse,
     AddressUnusable,
+    check_apart,
     default_admin_address,
     private_socket,
     with_port,
@@ -117,12 +118,15 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     if has_gateway:
         for_scheduler["local_listen"] = private_socket(f"gateway-{name}")
     scheduler, executor = SchedulerConfig.from_dict(for_scheduler), ExecutorConfig.from_dict(for_executor)
+    chosen = {name: for_scheduler[name] for name in ("listen", "http_listen", "executor")}
+    chosen |= {"admin_listen": chosen_admin, "metrics_address": for_executor["metrics_address"]}
+    for_gateway = gateway_values(values, scheduler) if has_gateway else {}
+    check_all_apart(chosen | {"gateway_listen": for_gateway.get("listen", "")})
     if not has_gateway:
         for name in WITH_GATEWAY:
             if name in values:
                 raise ConfigError(f"{name} is a setting of the gateway, which is left out")
         return ServicePair(scheduler, executor, for_scheduler, for_executor)
-    for_gateway = gateway_values(values, scheduler)
     return ServicePair(
         scheduler, executor, for_scheduler, for_executor, GatewayConfig.from_dict(for_gateway), for_gateway
     )
@@ -154,6 +158,14 @@ def chosen_address(name: str, address: str) -> str:
         raise ConfigError(f"{name}: {error}") from None
     except AddressInUse as error:
         raise AddressInUse(f"{name}: {error}") from None
+
+
+def check_all_apart(addresses: Mapping[str, str]) -> None:
+    """Raises ConfigError if two services would listen at the same address. Keys are flags; an empty address is none."""
+    try:
+        check_apart({flag: address for flag, address in addresses.items() if address})
+    except AddressUnusable as error:
+        raise ConfigError(str(error)) from None
 
 
 def run_scheduler(config: SchedulerConfig) -> int:

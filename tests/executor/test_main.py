@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from executor.config import ExecutorConfig
 from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
 from kernels.memory import zeros
+from quire.addresses import with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.support.executor.checkpoints import make_checkpoint
@@ -213,6 +214,12 @@ def test_a_port_in_use_is_found_before_loading(which, checkpoint, capfd) -> None
     output = capfd.readouterr()
     assert f"cannot listen on {address}: Address already in use" in output.err
     assert output.out == ""
+
+
+def test_one_address_for_both_servers_is_found_before_loading(capfd) -> None:
+    address = with_port("127.0.0.1:0")
+    config = ExecutorConfig(model="/no/such/model", listen_address=address, metrics_address=address)
+    assert f"metrics_address: two services cannot listen on {address}" in refusal(config, capfd)
 
 
 def test_an_address_of_another_host_is_a_configuration_error(capfd) -> None:

@@ -120,6 +120,7 @@ def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"gateway": False}, "replicas need the gateway"),
         ({"http_listen": "nowhere"}, "http_listen"),
+        ({"http_listen": "127.0.0.1:19080", "gateway_listen": "127.0.0.1:19081"}, "two services cannot listen on"),
         ({"listen": "nowhere"}, "listen"),
         ({"metrics_address": "127.0.0.1:99999"}, "metrics_address"),
         ({"routing": "lottery"}, "routing must be one of"),

@@ -43,3 +43,24 @@ def test_settings_of_a_gateway_that_is_left_out_are_refused(values: dict[str, An
     with pytest.raises(ConfigError, match=f"{next(iter(values))} is a setting of the gateway, which is left out"):
         pair(**values)
     assert pair(gateway=True, **values).gateway is not None
+
+
+@pytest.mark.parametrize(
+    ("flag", "other"),
+    [
+        ("listen", "http_listen"),
+        ("http_listen", "gateway_listen"),
+        ("listen", "metrics_address"),
+        ("admin_listen", "executor"),
+    ],
+)
+@pytest.mark.parametrize("is_any_host", [False, True])
+def test_two_services_at_one_address_are_refused_at_once(
+    flag: str, other: str, is_any_host: bool, tmp_path: Path
+) -> None:
+    """The second one would find it out when the model is loaded."""
+    address = f"unix:{tmp_path}/socket" if flag == "admin_listen" else with_port("127.0.0.1:0")
+    same = address.replace("127.0.0.1", "0.0.0.0") if is_any_host else address
+    given = {"gateway_listen": "127.0.0.1:0", "executor": f"unix:{tmp_path}/executor", flag: address, other: same}
+    with pytest.raises(ConfigError, match="two services cannot listen on"):
+        pair(gateway=True, allow_anonymous=True, **given)
