@@ -49,12 +49,17 @@ class GatewayMetrics:
             "Streams that failed after they began, whose answers count as 200, by the status they would have had.",
             ("status",), registry=registry,
         )  # fmt: skip
-        for status in ("500", "503"):  # a rate does not see the first failure of a series that it begins with
+        for status in ("500", "503"):  # as in `may_fail`
             self.stream_failures.labels(status)
         # The other services have a series of this name, too.
         build_info = Gauge("quire_build_info", "Always 1", ("service", "version"), registry=registry)
         build_info.labels("gateway", build_version()).set(1)
         registry.register(_SchedulerFamilies(schedulers))
+
+    def may_fail(self, path: str, *statuses: str) -> None:
+        """Begins the series of these failures at 0. A rate does not see the failure with which a series begins."""
+        for status in statuses:
+            self.requests.labels(path, status)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

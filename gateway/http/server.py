@@ -100,6 +100,9 @@ class GatewayServer:
         self.address = ""
         app = web.Application(middlewares=[self._middleware()])
         self._add_routes(app)
+        for resource in app.router.resources():
+            if resource.canonical.startswith("/v1/"):
+                self.metrics.may_fail(resource.canonical, "500", "503")
         ChatPage(config.live_page, self._hosts).add_to(app)
         self._runner = http_runner(app)
 

@@ -45,6 +45,7 @@ class GenerationForwarder(GenerationServicer):
     def __init__(self, schedulers: Schedulers, max_open: int, reader_timeout_s: float, metrics: GatewayMetrics) -> None:
         self._schedulers = schedulers
         self._metrics = metrics
+        self._metrics.may_fail(f"/{_GENERATION}/Generate", "UNAVAILABLE", "INTERNAL")
         self.requests = OpenRequests(max_open)
         self._reader_timeout_s = reader_timeout_s
 

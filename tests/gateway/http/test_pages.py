@@ -113,3 +113,12 @@ async def test_metrics_count_requests() -> None:
         f'quire_gateway_prefix_resyncs_total{{scheduler="{rig.fake.address}"}} 0.0',
     ):
         assert line in page.splitlines()
+
+
+async def test_the_first_failure_is_not_the_beginning_of_its_series() -> None:
+    """Rates and increases of Prometheus would not see it."""
+    async with Rig() as rig:
+        _, page = await rig.get("/metrics")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+        for status in ("500", "503"):
+            assert f'quire_gateway_requests_total{{path="{path}",status="{status}"}} 0.0' in page

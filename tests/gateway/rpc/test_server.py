@@ -238,6 +238,7 @@ async def test_metrics_count_calls_as_they_count_requests_of_http() -> None:
     for name, number in (
         ('requests_total{path="/quire.v1.Generation/Generate",status="OK"}', 1),
         ('requests_total{path="/quire.v1.Generation/Generate",status="INTERNAL"}', 1),
+        ('requests_total{path="/quire.v1.Generation/Generate",status="UNAVAILABLE"}', 0),
         ('requests_total{path="/quire.v1.Generation/GetServerInfo",status="OK"}', 1),
         ("open_requests", 0),
         ("time_to_first_token_seconds_count", 2),
