@@ -35,7 +35,7 @@ class HostedPart:
         dies_with_parent: bool,
         reserved: set[str] | None = None,
     ) -> None:
-        """Raises ValueError if the files of the folder cannot be used."""
+        """Finds the incarnation that an earlier controller has started, by the files of the folder. Raises OSError."""
         self.part = part
         self._settings = settings
         self._folder = folder

@@ -17,7 +17,7 @@ class LocalBackend:
     """Keeps the parts in folders of `directory`, and finds those there that an earlier controller has started."""
 
     def __init__(self, settings: FleetSettings, directory: Path) -> None:
-        """Raises BackendError where there is no /proc, or if the files of a part cannot be used."""
+        """Raises BackendError where there is no /proc, or if the files of a part cannot be read."""
         if not sys.platform.startswith("linux"):
             raise BackendError("the backend `local` needs Linux: it recognizes processes by /proc")
         self._settings = settings

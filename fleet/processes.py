@@ -10,18 +10,23 @@ gives numbers away again. Each part leads a session of its own; it has ended whe
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fleet.proc import boot_id, session_leaders, session_members, start_ticks
 from quire.command import lifeline
+
+_log = logging.getLogger(__name__)
 
 _MAX_TAIL_BYTES = 4096
 _MAX_LOG_BYTES = 64 * 2**20
@@ -56,8 +61,14 @@ class PartProcesses:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        record = _read_record(folder / "record.json")
-        self.record = record if record is None or record.pid or record.has_ended else _with_process(record)
+        try:
+            record = _read_record(folder / "record.json")
+        except ValueError as error:
+            _log.error("%s: what runs of this part is ended", error)
+            self.record = _of_folder(folder)
+            self.kill()
+        else:
+            self.record = record if record is None or record.pid or record.has_ended else _with_process(record)
 
     @property
     def peers_file(self) -> Path:
@@ -116,7 +127,7 @@ class PartProcesses:
         self._process = None
         # It is written before there is a process: a controller that dies meanwhile, or a full disk, must leave none
         # that the next controller does not know.
-        record = replace(record, boot=_boot_id())
+        record = replace(record, boot=boot_id())
         self._write(record)
         behind = lifeline() if dies_with_parent else ()
         with open(self.folder / "out", "wb") as out, open(self.folder / "log", "ab") as log:
@@ -220,13 +231,18 @@ def _with_process(record: Record) -> Record:
     It has the recorded command, whose paths no other part has, and leads a session.
     """
     command = b"".join(os.fsencode(word) + b"\0" for word in record.command)
-    for name in os.listdir("/proc") if command and _is_of_this_boot(record) else ():
-        with suppress(OSError):
-            if name.isdigit() and Path(f"/proc/{name}/cmdline").read_bytes() == command:
-                pid = int(name)
-                if os.getsid(pid) == pid and (ticks := start_ticks(pid)) is not None:
-                    return replace(record, pid=pid, start_ticks=ticks)
+    if command and _is_of_this_boot(record):
+        for pid, ticks in session_leaders(lambda line: line == command):
+            return replace(record, pid=pid, start_ticks=ticks)
     return record
+
+
+def _of_folder(folder: Path) -> Record | None:
+    """Returns a record of the process whose command names files in the folder of a part; None if there is none."""
+    service, path = folder.name.rpartition("-")[0].encode(), os.fsencode(folder) + b"/"
+    for pid, ticks in session_leaders(lambda line: service in line.split(b"\0") and path in line):
+        return Record(f"process-{pid}", (), "", "", (), time.time(), pid, ticks, boot_id())
+    return None
 
 
 def _could_have_members(record: Record) -> bool:
@@ -240,48 +256,16 @@ def _could_have_members(record: Record) -> bool:
 
 
 def _is_of_this_boot(record: Record) -> bool:
-    return record.boot in ("", _boot_id())
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def start_ticks(pid: int, *, with_zombies: bool = False) -> int | None:
-    """Returns when a process started, in clock ticks since boot; None if it does not run."""
-    fields = _stat(pid)
-    if fields is None or (fields[0] in ("Z", "X") and not with_zombies):
-        return None
-    return int(fields[19])
-
-
-def session_members(session: int) -> list[int]:
-    """Returns the processes of a session that run."""
-    members = []
-    for name in os.listdir("/proc"):
-        fields = _stat(int(name)) if name.isdigit() else None
-        if fields is not None and int(fields[3]) == session and fields[0] not in ("Z", "X"):
-            members.append(int(name))
-    return members
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the state on (proc(5)); None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return text.rpartition(")")[2].split()  # the name before it may contain anything
+    return record.boot in ("", boot_id())
 
 
 def _read_record(path: Path) -> Record | None:
+    """Leaves out fields that another version has. Raises ValueError for a file that is no record."""
     try:
         value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Record(**value | {"command": tuple(value["command"]), "peers": tuple(value["peers"])})
+        known = {each.name: value[each.name] for each in fields(Record) if each.name in value}
+        return Record(**known | {"command": tuple(value["command"]), "peers": tuple(value["peers"])})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from None

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from fleet import processes
-from fleet.processes import PartProcesses, Record, session_members, start_ticks
+from fleet.proc import session_members, start_ticks
+from fleet.processes import PartProcesses, Record
 from tests.support.waiting import until
 
 RECORD = Record("first", (), "unix:/a", "127.0.0.1:1", (), time.time())
@@ -24,7 +25,7 @@ RECORD = Record("first", (), "unix:/a", "127.0.0.1:1", (), time.time())
 
 def started(folder: Path, script: str, **fields: object) -> PartProcesses:
     processes = PartProcesses(folder)
-    record = replace(RECORD, command=(sys.executable, "-c", script), **fields)  # type: ignore[arg-type]
+    record = replace(RECORD, **{"command": (sys.executable, "-c", script)} | fields)  # type: ignore[arg-type]
     processes.start(record, dies_with_parent=False)
     return processes
 
@@ -34,8 +35,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """The folder of a part. What still runs there after the test is killed."""
     folder = tmp_path / "executor-0"
     yield folder
-    with suppress(ValueError):
-        PartProcesses(folder).kill()
+    PartProcesses(folder).kill()
 
 
 async def test_a_new_controller_finds_the_process_and_ends_it(folder: Path) -> None:
@@ -235,12 +235,40 @@ def test_a_part_that_runs_is_not_started_twice(folder: Path) -> None:
         processes.kill()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"command": 7, "peers": []}'])
-def test_a_damaged_record_is_an_error_that_names_the_file(folder: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"command": 7, "peers": []}', "[" * 100_000])
+async def test_a_damaged_record_ends_its_part_and_no_other(
+    folder: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The part is then started anew. Its processes are told from others by the paths in their command."""
+    scripts = [f"'{path}/socket'; import time; time.sleep(600)" for path in (folder, f"{folder}1", folder)]
+    part = started(folder, scripts[0], command=(sys.executable, "-c", scripts[0], "executor"))
+    other, reader = alone(scripts[1], "executor"), alone(scripts[2], "executor.log")
+    try:
+        assert part.record is not None
+        await until(lambda: b"socket" in Path(f"/proc/{reader.pid}/cmdline").read_bytes())
+        (folder / "record.json").write_text(text)
+        again = PartProcesses(folder)
+        assert again.record is not None
+        assert again.record.pid == part.record.pid
+        await until(lambda: not again.is_running)
+        assert "record.json cannot be used" in caplog.text
+        assert PartProcesses(folder).record == again.record
+        assert (other.poll(), reader.poll()) == (None, None)
+    finally:
+        for process in (other, reader):
+            process.kill()
+            process.wait()
+
+
+def alone(script: str, word: str) -> subprocess.Popen[bytes]:
+    """Starts a process of no part."""
+    return subprocess.Popen([sys.executable, "-c", script, word], start_new_session=True)
+
+
+def test_a_record_of_another_version_is_read(folder: Path) -> None:
     folder.mkdir()
-    (folder / "record.json").write_text(text)
-    with pytest.raises(ValueError, match=r"record\.json"):
-        PartProcesses(folder)
+    (folder / "record.json").write_text(json.dumps({**_as_dict(replace(RECORD, has_ended=True)), "new": 1}))
+    assert PartProcesses(folder).record == replace(RECORD, has_ended=True)
 
 
 def _as_dict(record: Record) -> dict[str, object]:

@@ -17,7 +17,7 @@ import aiohttp
 
 from fleet.client import fleet_client
 from fleet.local_control import fleet_directory
-from fleet.processes import session_members
+from fleet.proc import session_members
 from tests.support.e2e.process import ROOT
 from tests.support.e2e.stack import QUIRE
 from tests.support.e2e.waiting import WAIT_S, until
