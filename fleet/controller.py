@@ -29,16 +29,23 @@ LOOK_TIMEOUT_S = 10.0
 class Controller:
     """Serves commands on any thread while `run` runs on another one.
 
-    save  keeps what is wanted, before it is acted on
+    save   keeps what is wanted, before it is acted on
+    clock  of deadlines, pauses and measurements; it cannot be set
     """
 
     def __init__(
-        self, settings: FleetSettings, wanted: Wanted, backend: Backend, save: Callable[[Wanted], None]
+        self,
+        settings: FleetSettings,
+        wanted: Wanted,
+        backend: Backend,
+        save: Callable[[Wanted], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._wanted = wanted
         self._backend = backend
         self._save = save
+        self._clock = clock
         self._lock = threading.Lock()
         self._statuses: list[PartStatus] = []
         self._restarts = Restarts()
@@ -49,20 +56,17 @@ class Controller:
 
     def run(self, tick_s: float = TICK_S) -> None:
         """Returns when the fleet is down."""
-        while not self.tick(time.time(), time.monotonic()):
+        while not self.tick():
             time.sleep(tick_s)
 
-    def tick(self, now_s: float, steady_s: float) -> bool:
-        """Compares once. Returns whether the fleet is down and nothing of it is left.
-
-        now_s     on the clock of deadlines, which outlive this process but can be set (time.time)
-        steady_s  on a clock that only advances (time.monotonic), for measurements
-        """
+    def tick(self) -> bool:
+        """Compares once. Returns whether the fleet is down and nothing of it is left."""
         try:
             statuses = self._backend.watch()
         except BackendError as error:
             log.error("the fleet cannot be watched: %s", error)
             return False
+        now_s = self._clock()
         for each in self._restarts.note(statuses, now_s):
             log.warning("%s has ended (%s): %s", each.part, _end(each), self._last_line(each))
         with self._lock:
@@ -70,7 +74,7 @@ class Controller:
             self._has_looked.set()
             try:
                 if (scaling := self._scaling()) is not None:
-                    self._scale(scaling, statuses, now_s, steady_s)
+                    self._scale(scaling, statuses, now_s)
                 if ended := ended_replicas(self._wanted, statuses):
                     self._want(self._wanted.without(ended))
             except FleetError as error:
@@ -86,7 +90,7 @@ class Controller:
         if verb == "status" and not self._has_looked.wait(LOOK_TIMEOUT_S):
             raise FleetError("the controller cannot watch the fleet: see its log")
         with self._lock:
-            drain_by_s = time.time() + float(arguments.get("timeout_s", self._settings.drain_timeout_s))
+            drain_by_s = self._clock() + float(arguments.get("timeout_s", self._settings.drain_timeout_s))
             match verb:
                 case "status":
                     pass
@@ -141,7 +145,7 @@ class Controller:
             return None
         return Scaling(settings.min_replicas, settings.max_replicas, settings.target_ttft_ms / 1000)
 
-    def _scale(self, scaling: Scaling, statuses: list[PartStatus], now_s: float, steady_s: float) -> None:
+    def _scale(self, scaling: Scaling, statuses: list[PartStatus], now_s: float) -> None:
         serving = self._wanted.serving
         loads = {
             each.incarnation: each.load
@@ -151,9 +155,9 @@ class Controller:
         last_s, last = self._loads
         both = sorted(last.keys() & loads.keys())
         before, after = [last[name] for name in both], [loads[name] for name in both]
-        self._memory = remember(self._memory, before, after, steady_s - last_s if last else 0.0)
-        self._loads = steady_s, loads
-        number, self._memory = decide(scaling, self._memory, list(loads.values()), len(serving), len(loads), steady_s)
+        self._memory = remember(self._memory, before, after, now_s - last_s if last else 0.0)
+        self._loads = now_s, loads
+        number, self._memory = decide(scaling, self._memory, list(loads.values()), len(serving), len(loads), now_s)
         if number != len(serving):
             log.info("predicted time to the first token: %.2f s: %d replicas", self._memory.predicted_s, number)
             self._want(self._wanted.scaled(number, now_s + self._settings.drain_timeout_s))
@@ -169,7 +173,7 @@ class Controller:
             "backend": self._settings.backend,
             "model": self._settings.model,
             "controller_pid": os.getpid(),
-            "wanted": wanted.as_json(),
+            "wanted": wanted.as_json(clock_ahead_s()),
             "predicted_ttft_s": None if self._scaling() is None else round(self._memory.predicted_s, 3),
             "parts": [
                 {
@@ -202,6 +206,11 @@ class Controller:
             return (self._backend.log_tail(status.part).strip().splitlines() or [""])[-1]
         except BackendError:
             return ""
+
+
+def clock_ahead_s() -> float:
+    """Returns by how much the clock of people and files (time.time) is ahead of the clock of a controller."""
+    return time.time() - time.monotonic()
 
 
 def _state(status: PartStatus) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet.backend import BackendError
-from fleet.controller import Controller
+from fleet.controller import Controller, clock_ahead_s
 from fleet.hosted_part import gateway_address
 from fleet.local import LocalBackend
 from fleet.processes import write_atomically
@@ -113,7 +113,7 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     (directory / "started_in").unlink(missing_ok=True)
     (directory / "started_in").symlink_to(here)
     # There is a fleet if there are settings, so they are written last and removed first.
-    write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
+    write_atomically(directory / "wanted.json", json.dumps(wanted.as_json(clock_ahead_s())))
     write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
     relaunch(directory)
     return previous is None
@@ -167,14 +167,15 @@ def run(directory: Path) -> int:
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            wanted = Wanted.from_json(json.loads((directory / "wanted.json").read_text(encoding="utf-8")))
+            saved = json.loads((directory / "wanted.json").read_text(encoding="utf-8"))
+            wanted = Wanted.from_json(saved, clock_ahead_s())
             backend = LocalBackend(settings, directory / "parts")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, FleetError, BackendError) as error:
             log.critical("the fleet cannot be controlled: %s", error)
             return 2
 
         def save(wanted: Wanted) -> None:
-            write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
+            write_atomically(directory / "wanted.json", json.dumps(wanted.as_json(clock_ahead_s())))
 
         controller = Controller(settings, wanted, backend, save)
         with _server(directory / "control.sock", controller) as server:

@@ -74,7 +74,7 @@ class PartStatus:
     """One incarnation of a part, as a backend has found it.
 
     incarnation  tells processes of one part apart
-    started_s    on the clock of the controller's machine (time.time)
+    started_s    on the clock of the machine where it runs (time.time), which can be set
     address      at which its clients reach it: an executor's for its scheduler, a scheduler's for gateways; empty: not
                  known yet
     http         host:port for its probes and metrics

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from fleet.controller import Controller
+from fleet.controller import Controller, clock_ahead_s
 from fleet.ray_backend import NAMESPACE, RayBackend
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, Wanted
@@ -45,7 +45,7 @@ class ControllerActor:
         self._token = uuid.uuid4().hex
         if ray.get_runtime_context().was_current_actor_reconstructed:
             saved = self._saved()  # nothing is kept of a fleet that was down before its controller had ended
-            wanted = Wanted.from_json(saved["wanted"]) if saved else wanted.down(0.0)
+            wanted = Wanted.from_json(saved["wanted"], clock_ahead_s()) if saved else wanted.down(0.0)
         self._put(wanted)
         self._controller = Controller(settings, wanted, RayBackend(settings, self._end_if_replaced), self._save)
         threading.Thread(target=self._run, daemon=True).start()
@@ -72,7 +72,7 @@ class ControllerActor:
         self._put(wanted)
 
     def _put(self, wanted: Wanted) -> None:
-        value = {"token": self._token, "wanted": wanted.as_json()}
+        value = {"token": self._token, "wanted": wanted.as_json(clock_ahead_s())}
         _internal_kv_put(self._key, json.dumps(value).encode(), overwrite=True)
 
     def _saved(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Counts the ends of each part, and says when it may start again. Pure: the caller passes the times."""
+"""Counts the ends of each part, and says when it may start again. Pure: the caller passes the times.
+
+The times are on one clock that cannot be set. Those at which parts have started are not: they come from their machines.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +11,7 @@ from fleet.parts import Part, PartStatus, State
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 30.0
 HEALTHY_S = 60.0
-"""A part that has run for so long starts at once when it ends."""
+"""A part that was seen to run for so long starts at once when it ends."""
 
 
 class Restarts:
@@ -16,23 +19,24 @@ class Restarts:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._since_s: dict[str, float] = {}  # when each incarnation that runs was seen first
         self._num_ends: Counter[Part] = Counter()
         self._num_in_a_row: dict[Part, int] = {}
         self._not_before_s: dict[Part, float] = {}
 
     def note(self, statuses: Iterable[PartStatus], now_s: float) -> list[PartStatus]:
         """Counts the incarnations that have ended or are lost since the last call, and returns them."""
+        statuses = list(statuses)
         gone = [each for each in statuses if each.state in (State.ENDED, State.LOST)]
         new = [each for each in gone if each.incarnation not in self._seen]
         self._seen = {each.incarnation for each in gone}
-        # A clock that was set back must not add to a pause.
-        latest_s = now_s + MAX_DELAY_S
-        self._not_before_s = {part: min(at_s, latest_s) for part, at_s in self._not_before_s.items()}
         for each in new:
-            if now_s - each.started_s >= HEALTHY_S:
+            if now_s - self._since_s.get(each.incarnation, now_s) >= HEALTHY_S:
                 self._num_in_a_row.pop(each.part, None)
             self._num_ends[each.part] += 1
             self.pause(each.part, now_s)
+        running = {each.incarnation for each in statuses} - self._seen
+        self._since_s = {name: self._since_s.get(name, now_s) for name in running}
         return new
 
     def pause(self, part: Part, now_s: float) -> None:

@@ -37,9 +37,12 @@ class Wanted:
     """The replicas and gateways of a fleet.
 
     serving      indices of the replicas that serve
-    draining     indices of those that give up their streams and end, with the time by which they do (time.time)
+    draining     indices of those that give up their streams and end, with the time by which they do
     gateways     number of gateways
     down_by_s    time by which the whole fleet ends; None: it serves
+
+    Times are on the controller's clock, which cannot be set, and which no other machine shares. In JSON they are on a
+    clock that is ahead of it by `ahead_s`, so that they outlive the controller.
     """
 
     serving: frozenset[int]
@@ -96,18 +99,19 @@ class Wanted:
         """Returns this without draining replicas that have ended."""
         return replace(self, draining={index: by_s for index, by_s in self.draining.items() if index not in ended})
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, ahead_s: float) -> dict[str, Any]:
         return {
             "serving": sorted(self.serving),
-            "draining": {str(index): by_s for index, by_s in sorted(self.draining.items())},
+            "draining": {str(index): by_s + ahead_s for index, by_s in sorted(self.draining.items())},
             "gateways": self.gateways,
-            "down_by_s": self.down_by_s,
+            "down_by_s": None if self.down_by_s is None else self.down_by_s + ahead_s,
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        draining = {int(index): by_s for index, by_s in value["draining"].items()}
-        return cls(frozenset(value["serving"]), draining, value["gateways"], value["down_by_s"])
+    def from_json(cls, value: Mapping[str, Any], ahead_s: float) -> Self:
+        draining = {int(index): by_s - ahead_s for index, by_s in value["draining"].items()}
+        down_by_s = None if value["down_by_s"] is None else value["down_by_s"] - ahead_s
+        return cls(frozenset(value["serving"]), draining, value["gateways"], down_by_s)
 
     def _check_serves(self) -> None:
         if self.down_by_s is not None:

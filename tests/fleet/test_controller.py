@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -22,21 +23,22 @@ class World:
     def __init__(self, replicas: int = 2, **fields: Any) -> None:
         self.backend = FakeBackend()
         self.saved: list[Wanted] = []
-        self.set_by_s = 0.0  # the clock of deadlines was set so far ahead of the steady one
         self.settings = FleetSettings("test", "local", "model", **fields)
-        self.controller = Controller(self.settings, Wanted.of(replicas), self.backend, self.saved.append)
+        self._control(Wanted.of(replicas))
 
     def ticks(self, number: int = 1, step_s: float = 0.5) -> bool:
         is_down = False
         for _ in range(number):
             self.backend.now_s += step_s
-            is_down = self.controller.tick(self.backend.now_s + self.set_by_s, self.backend.now_s)
+            is_down = self.controller.tick()
         return is_down
 
     def restarted(self) -> None:
         """Replaces the controller, as after its death: it knows what was saved."""
-        wanted = self.saved[-1] if self.saved else Wanted.of(2)
-        self.controller = Controller(self.settings, wanted, self.backend, self.saved.append)
+        self._control(self.saved[-1] if self.saved else Wanted.of(2))
+
+    def _control(self, wanted: Wanted) -> None:
+        self.controller = Controller(self.settings, wanted, self.backend, self.saved.append, lambda: self.backend.now_s)
 
 
 EVERYTHING = ["executor-0", "executor-1", "gateway-0", "scheduler-0", "scheduler-1"]
@@ -119,12 +121,18 @@ def test_an_executor_that_dies_at_once_is_started_less_and_less_often() -> None:
     assert world.controller.call("status", {})["parts"][0]["num_ends"] >= num_starts - 1
 
 
-def test_a_part_is_started_again_soon_after_the_clock_was_set_back() -> None:
+def set_clock(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
+    """Sets the clock of the machine, forward or back."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + by_s)
+
+
+def test_a_part_is_started_again_soon_after_the_clock_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(1)
     world.ticks(6)
     world.backend.end(world.backend.running(Part(Role.EXECUTOR, 0))[0].incarnation)
-    world.controller.tick(world.backend.now_s, world.backend.now_s)  # it pauses before the next start
-    world.set_by_s = -3600.0
+    world.controller.tick()  # it pauses before the next start
+    set_clock(monkeypatch, -3600.0)
     world.ticks(int(2 * MAX_DELAY_S) + 6)
     assert world.backend.parts() == ["executor-0", "gateway-0", "scheduler-0"]
 
@@ -168,6 +176,20 @@ def test_a_replica_that_leaves_drains_and_its_number_is_free_again() -> None:
     world.controller.call("scale", {"replicas": 2})
     world.ticks(6)
     assert world.backend.parts() == EVERYTHING
+
+
+@pytest.mark.parametrize("verb", ["drain", "down"])
+def test_a_clock_that_was_set_forward_cuts_nothing_short(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.ticks(6)
+    world.backend.ends_when_drained = False  # its streams are long
+    world.controller.call(verb, {"replica": 0, "timeout_s": 60})
+    world.ticks(6)
+    set_clock(monkeypatch, 3600.0)
+    world.ticks(60)
+    assert not world.backend.verbs("kill")
+    world.ticks(60)
+    assert world.backend.verbs("kill"), "its own time has passed"
 
 
 def test_the_fleet_goes_down_and_the_controller_ends() -> None:
@@ -271,7 +293,9 @@ def test_a_new_controller_does_not_shrink_a_fleet_that_needs_all_its_replicas() 
 
 
 @pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
-def test_a_clock_that_was_set_neither_grows_a_fleet_nor_keeps_it_small(set_by_s: float) -> None:
+def test_a_clock_that_was_set_neither_grows_a_fleet_nor_keeps_it_small(
+    set_by_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An hour that did not pass is no hour in which the queue was computed."""
     world = World(1, target_ttft_ms=1000.0, max_replicas=4)
     world.ticks(6)
@@ -286,10 +310,10 @@ def test_a_clock_that_was_set_neither_grows_a_fleet_nor_keeps_it_small(set_by_s:
         return len(world.controller.call("status", {})["wanted"]["serving"])
 
     assert look(500, 60) == 1
-    world.set_by_s = set_by_s
+    set_clock(monkeypatch, set_by_s)
     assert look(500, 20) == 1
     assert look(4000, 1) == 1
-    world.set_by_s = 2 * set_by_s
+    set_clock(monkeypatch, set_by_s)
     assert look(4000, 2 * int(GROW_AFTER_S)) == 2
 
 

@@ -34,7 +34,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     """The directory of a controller that answers."""
     (tmp_path / "settings.json").write_text(json.dumps(FleetSettings("test", "local", "model").as_json()))
     controller = Controller(FleetSettings("test", "local", "model"), Wanted.of(2), FakeBackend(), lambda wanted: None)
-    controller.tick(0.0, 0.0)
+    controller.tick()
     with local_control._server(tmp_path / "control.sock", controller) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
@@ -81,7 +81,7 @@ def test_anything_else_is_answered_with_an_error_and_changes_nothing(directory: 
         with connection.makefile("rb") as answer:
             assert "error" in json.loads(answer.readline())
     report = ask(directory, "status", {}, 5.0)
-    assert report["wanted"] == Wanted.of(2).as_json()
+    assert report["wanted"] == Wanted.of(2).as_json(0.0)
 
 
 def test_a_client_that_says_nothing_holds_up_no_other(directory: Path) -> None:

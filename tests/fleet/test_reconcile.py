@@ -192,22 +192,25 @@ def test_no_state_leads_to_a_wrong_action(wanted: Wanted, observed: list[PartSta
 # --- pauses ---------------------------------------------------------------------------------------------------------
 
 
-def ended(name: str, started_s: float) -> list[PartStatus]:
-    return [PartStatus(E0, name, State.ENDED, started_s)]
+def seen(name: str, state: State = State.ENDED) -> list[PartStatus]:
+    """The clock of the part's machine may show anything."""
+    return [PartStatus(E0, name, state, -1e6)]
 
 
 def test_a_gang_that_dies_at_once_is_started_less_and_less_often() -> None:
     restarts, now_s, pauses = Restarts(), 1000.0, []
     assert restarts.not_before_s(E0) == 0
     for i in range(12):
-        restarts.note(ended(f"i{i}", now_s), now_s)
-        restarts.note(ended(f"i{i}", now_s), now_s + 0.1)  # the same end is seen again
+        restarts.note(seen(f"i{i}", State.STARTING), now_s)
+        restarts.note(seen(f"i{i}"), now_s)
+        restarts.note(seen(f"i{i}"), now_s + 0.1)  # the same end is seen again
         pauses.append(round(restarts.not_before_s(E0) - now_s, 6))
         now_s = restarts.not_before_s(E0)
     assert pauses[:4] == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S, 8 * FIRST_DELAY_S]
     assert pauses[-1] == MAX_DELAY_S
     assert restarts.num_ends(E0) == 12
-    restarts.note(ended("healthy", now_s), now_s + HEALTHY_S)
+    restarts.note(seen("healthy", State.READY), now_s)
+    restarts.note(seen("healthy"), now_s + HEALTHY_S)
     assert restarts.not_before_s(E0) == pytest.approx(now_s + HEALTHY_S + FIRST_DELAY_S)
     assert restarts.not_before_s(E1) == 0
     assert restarts.num_ends(E0) == 13, "all count, and not only those after short runs"

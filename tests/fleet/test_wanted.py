@@ -55,4 +55,11 @@ def test_any_commands_keep_the_number_and_survive_a_file(commands: list[tuple[st
             assert len(wanted.serving) == number
         assert wanted.serving
         assert not wanted.serving & wanted.draining.keys()
-        assert Wanted.from_json(wanted.as_json()) == wanted
+        assert Wanted.from_json(wanted.as_json(256.0), 256.0) == wanted
+
+
+def test_times_in_a_file_are_on_a_clock_that_outlives_the_controller() -> None:
+    value = Wanted.of(2).drained(0, 5.0).down(7.0).as_json(100.0)
+    assert (value["draining"], value["down_by_s"]) == ({"0": 105.0}, 107.0)
+    after = Wanted.from_json(value, 98.0)
+    assert (after.draining, after.down_by_s) == ({0: 7.0}, 9.0)

@@ -1,7 +1,6 @@
 """`quire fleet` waits for its parts: with a controller over a fake backend."""
 
 import re
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fleet.controller import Controller
+from fleet.controller import Controller, clock_ahead_s
 from fleet.parts import Part, Role
 from fleet.settings import FleetSettings
 from fleet.wanted import Wanted
@@ -25,15 +24,18 @@ class Client:
     def __init__(self, replicas: int, **fields: Any) -> None:
         self.backend = FakeBackend()
         settings = FleetSettings("test", "local", "model", **fields)
-        self.controller = Controller(settings, Wanted.of(replicas), self.backend, lambda wanted: None)
+        self.controller = Controller(settings, Wanted.of(replicas), self.backend, lambda _: None, self.now_s)
         self.fatal: Part | None = None
+
+    def now_s(self) -> float:
+        return self.backend.now_s
 
     def ask(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         self.backend.now_s += 0.5
-        self.controller.tick(self.backend.now_s, self.backend.now_s)
+        self.controller.tick()
         for each in self.backend.running(self.fatal) if self.fatal else []:
             self.backend.end(each.incarnation, exit_codes.USAGE)
-            self.controller.tick(self.backend.now_s, self.backend.now_s)
+            self.controller.tick()
         return self.controller.call(verb, arguments)
 
 
@@ -71,12 +73,12 @@ def test_a_replica_is_drained_for_the_time_of_its_fleet_unless_told_otherwise(
 
     def ask(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         report = client.controller.call(verb, arguments)
-        draining.extend(by_s - time.time() for by_s in report["wanted"]["draining"].values())
+        draining.extend(by_s - clock_ahead_s() - client.now_s() for by_s in report["wanted"]["draining"].values())
         return report
 
     monkeypatch.setattr(cli, "fleet_client", lambda *_: SimpleNamespace(ask=ask))
     CliRunner().invoke(cli.app, ["drain", "1", "--wait-s", "0", *words])
-    assert draining[0] == pytest.approx(expected_s, abs=30.0)
+    assert draining[0] == pytest.approx(expected_s, abs=1.0)
 
 
 def test_progress_counts_no_part_that_drains(capsys: pytest.CaptureFixture[str]) -> None:

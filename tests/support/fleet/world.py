@@ -15,6 +15,7 @@ class FakeBackend:
     log        every verb, in order
     refuses    verbs that raise BackendError
     ready_in   looks after which a part is ready
+    ends_when_drained  False: a part that drains waits for its streams
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class FakeBackend:
         self.log: list[tuple[str, Part]] = []
         self.refuses: set[str] = set()
         self.ready_in = 1
+        self.ends_when_drained = True
         self.incarnations: dict[str, PartStatus] = {}
         self.loads: dict[Part, Load] = {}
         self._looks: dict[str, int] = {}
@@ -49,7 +51,7 @@ class FakeBackend:
             self._looks[name] += 1
             if status.state is State.STARTING and self._looks[name] > self.ready_in:
                 self.incarnations[name] = replace(status, state=State.READY)
-            elif status.is_draining and status.state is State.READY:
+            elif status.is_draining and status.state is State.READY and self.ends_when_drained:
                 self.incarnations[name] = replace(status, state=State.ENDED, exit_code=0)
         return [replace(status, load=self.loads.get(status.part)) for status in self.incarnations.values()]
 
