@@ -57,8 +57,10 @@ class LocalClient:
         self._directory = directory
 
     def up(self, settings: FleetSettings, wanted: Wanted) -> bool:
-        with _failing():
-            return local_control.launch(self._directory, settings, wanted)
+        with _failing(), local_control.alone(self._directory):
+            is_new = local_control.launch(self._directory, settings, wanted)
+            local_control.ask(self._directory, "status", {}, _SECOND_TRY_S)  # from now on, a second `up` finds it
+            return is_new
 
     def ask(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:

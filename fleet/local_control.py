@@ -6,6 +6,7 @@
     DIRECTORY/lock                         held by the controller: there is never a second one
     DIRECTORY/parts                        of the backend
     DIRECTORY/controller.log
+    DIRECTORY.lock                         held by a command that starts the fleet, and by a controller that removes it
 
 `python -m fleet.local_control keep DIRECTORY` starts `run` and starts it again when it dies.
 """
@@ -21,8 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,18 @@ def _ask_once(directory: Path, command: Mapping[str, Any]) -> dict[str, Any]:
             return value
 
 
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Within the context, no other process starts a fleet in this directory or removes one. Raises AddressUnusable."""
+    with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
+        pass
+    with open(f"{directory}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
-    """Starts the controller in the background. It outlives this process, and the terminal.
+    """Starts the controller in the background. It outlives this process, and the terminal. To be called `alone`.
 
     Returns whether the fleet is new; otherwise its parts may have run on without a controller.
     Raises FleetError if there is one, or if parts of a fleet with other settings run; AddressInUse and FleetError if a
@@ -107,8 +118,6 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
         here = os.getcwd()
     except FileNotFoundError:
         raise FleetError("the working directory was removed", exit_code=2) from None
-    with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
-        pass
     directory.mkdir(mode=0o700, exist_ok=True)
     (directory / "started_in").unlink(missing_ok=True)
     (directory / "started_in").symlink_to(here)
@@ -157,19 +166,19 @@ def run(directory: Path) -> int:
     """Runs the controller until the fleet is down, and then removes the directory. Returns the exit code."""
     logs.configure("fleet", "info", "console")
     log = logging.getLogger(__name__)
-    try:
-        settings = _read_settings(directory)
-    except FleetError as error:
-        log.critical("the fleet cannot be controlled: %s", error)
-        return 2
-    if settings is None:
+    if not directory.exists():
         return 2
     with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (settings := _read_settings(directory)) is None:
+                return 2
             saved = json.loads((directory / "wanted.json").read_text(encoding="utf-8"))
             wanted = Wanted.from_json(saved, clock_ahead_s())
             backend = LocalBackend(settings, directory / "parts")
+        except BlockingIOError:
+            log.error("another controller has the fleet, and does not answer in time")
+            return 2
         except (OSError, ValueError, KeyError, TypeError, AttributeError, FleetError, BackendError) as error:
             log.critical("the fleet cannot be controlled: %s", error)
             return 2
@@ -181,9 +190,10 @@ def run(directory: Path) -> int:
         with _server(directory / "control.sock", controller) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             controller.run()
-            server.shutdown()
-        (directory / "settings.json").unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
+            with alone(directory):  # a command that would start a fleet meanwhile is told that there is one
+                server.shutdown()
+                (directory / "settings.json").unlink(missing_ok=True)
+                shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

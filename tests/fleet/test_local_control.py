@@ -1,12 +1,14 @@
 """The socket of the controller on one machine: its mode, and its answers to commands and to anything else."""
 
 import errno
+import fcntl
 import json
 import os
 import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,48 @@ def test_a_fleet_with_other_flags_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps(old.as_json()))
     with pytest.raises(FleetError, match="other flags"):
         local_control.launch(tmp_path, new, Wanted.of(1))
+
+
+def test_of_two_fleets_that_start_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one would overwrite the flags of the first, whose controller does not answer yet."""
+    directory, started = tmp_path / "fleet", []
+
+    def relaunch(directory: Path) -> None:
+        started.append((directory / "settings.json").read_text())
+        threading.Thread(target=lambda: (time.sleep(0.5), answer()), daemon=True).start()
+
+    def answer() -> None:
+        controller = Controller(settings("a"), Wanted.of(1), FakeBackend(), lambda wanted: None)
+        controller.tick()
+        local_control._server(directory / "control.sock", controller).serve_forever(0.01)
+
+    def settings(model: str) -> FleetSettings:
+        return FleetSettings("test", "local", model, gateway_listen="127.0.0.1:0")
+
+    def up(model: str) -> None:
+        try:
+            results.append(LocalClient(directory).up(settings(model), Wanted.of(1)))
+        except FleetError as error:
+            results.append(str(error))
+
+    monkeypatch.setattr(local_control, "relaunch", relaunch)
+    results: list[bool | str] = []
+    commands = [threading.Thread(target=up, args=(model,)) for model in "ab"]
+    for command in commands:
+        command.start()
+    for command in commands:
+        command.join(60)
+    assert sorted(map(str, results)) == ["True", "the fleet test is up: see quire fleet status, scale and down"]
+    assert started == [(directory / "settings.json").read_text()]
+
+
+def test_a_second_controller_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands start one when the first does not answer in time: they must not gather, and wait for its end."""
+    monkeypatch.setattr(local_control.logs, "configure", lambda *_: None)
+    (tmp_path / "settings.json").write_text(json.dumps(FleetSettings("test", "local", "model").as_json()))
+    with open(tmp_path / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert local_control.run(tmp_path) == 2
 
 
 @pytest.mark.parametrize(
