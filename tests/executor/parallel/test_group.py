@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.errors import CheckpointError, ConfigError, RankLost
-from executor.parallel.member import start_worker
+from executor.parallel import group
+from executor.parallel.member import Member, start_member, start_worker
 from planning.config_file import read_model_shape
 from quire.signals import end_signals
 from tests.support.executor.checkpoints import make_checkpoint
@@ -183,6 +184,23 @@ def test_a_step_without_all_ranks_fails_for_good(number, load_group, checkpoint)
     state = "was killed by SIGKILL" if number is signal.SIGKILL else "is stopped"
     with pytest.raises(RankLost, match=rf"rank 1 \(process {victim.process.pid}\) {state}"):
         run_steps(driver, 3)
+
+
+def test_a_rank_that_is_stopped_while_it_loads_is_named(load_group, checkpoint, monkeypatch) -> None:
+    """Its connection stays open, and after load_timeout_s the executor would end with the stacks of rank 0 alone."""
+    pids = []
+
+    def start_stopped(rank: int, setup: dict[str, Any]) -> Member:
+        member = start_member(rank, setup)
+        if rank == 2:
+            pids.append(member.process.pid)
+            os.kill(member.process.pid, signal.SIGSTOP)
+        return member
+
+    monkeypatch.setattr(group, "start_member", start_stopped)
+    with pytest.raises(RankLost) as lost:
+        load_group(checkpoint("llama").directory, 3, load_timeout_s=4)
+    assert str(lost.value) == f"rank 2 (process {pids[0]}) is stopped"
 
 
 def test_an_error_of_rank_0_in_a_step_ends_the_group(load_group, checkpoint, monkeypatch) -> None:
