@@ -89,20 +89,12 @@ def undisturbed(divided: Stack) -> Undisturbed:
     return Undisturbed()
 
 
-@pytest.mark.parametrize("rank", [0, 1, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_streams_survive_the_loss_of_a_rank(
     divided: Stack, undisturbed: Undisturbed, number: signal.Signals, rank: int
 ) -> None:
     """The whole group ends, whichever rank is lost; a new one computes the streams again."""
-    if rank >= int(divided.flags["tensor_parallel_size"]):
-        pytest.skip("the group has no such rank")
-    if (
-        divided.flags["tensor_parallel_size"] > 2
-        and (rank < 3 or number is signal.SIGSTOP)
-        and "NUM_STREAMS" not in os.environ
-    ):
-        pytest.skip("NUM_STREAMS asks for every rank of a group of four")
     async with divided.client() as client:
         expected = await undisturbed.outcomes(client, JOBS)
         streams = await started(client)
