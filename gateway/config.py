@@ -164,7 +164,10 @@ class GatewayConfig:
         if self.scheduler_tls_certificate is not None and self.scheduler_tls_key is not None:
             tls = TlsFiles(self.scheduler_tls_certificate, self.scheduler_tls_key, self.scheduler_ca)
         try:
-            return [Connection(each, api_key, tls, self.scheduler_ca, None) for each in addresses or self.schedulers]
+            return [
+                Connection(each, api_key, tls, self.scheduler_ca, None, is_direct=True)
+                for each in addresses or self.schedulers
+            ]
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

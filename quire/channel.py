@@ -68,13 +68,17 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Says how a client reaches a server; the fields are the parameters of `quire.Client`."""
+    """Says how a client reaches a server; most fields are the parameters of `quire.Client`.
+
+    is_direct  never through a proxy of the environment, also to other machines: services of Quire call each other so
+    """
 
     address: str
     api_key: str | None
     tls: bool | TlsFiles
     ca: str | None
     admin: str | None
+    is_direct: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a key that cannot be sent in a header, which the message does not contain, for an
@@ -112,7 +116,8 @@ class Connection:
 
     def _channel_to(self, kind: Any, address: str) -> Any:
         # An http_proxy of the environment reaches other networks. gRPC would send calls to loopback there too.
-        options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if _is_here(address) else CHANNEL_OPTIONS
+        is_direct = self.is_direct or _is_here(address)
+        options = (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if is_direct else CHANNEL_OPTIONS
         if address.startswith(UNIX) or not (self.tls or self.ca):
             return kind.insecure_channel(address, options=options)
         files = replace(self.tls, ca=self.tls.ca or self.ca) if isinstance(self.tls, TlsFiles) else self.ca

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import pytest
 
 import quire
+from gateway.config import GatewayConfig
 from quire.addresses import with_port
-from quire.channel import CHANNEL_OPTIONS
+from quire.channel import CHANNEL_OPTIONS, Connection
 from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from scheduler.servers import grpc_server
 from tests.support.client.calls import KINDS, SyncCalls
@@ -34,6 +36,30 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://{with_port('127.0.0.1:0')}")
     assert kind(server.address).call("complete", "p")
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_only_clients_reach_other_machines_through_a_proxy_of_the_environment(
+    is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway would send its key, and the prompts of all callers, through a proxy that is for other networks."""
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    elsewhere = "192.0.2.1:50051"  # an address that no machine has
+    client = Connection(elsewhere, "key", False, None, None)
+    gateway = GatewayConfig.from_dict({"scheduler": elsewhere}).connections("key")[0]
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(1.0 if is_direct else 30.0)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        with (gateway if is_direct else client).channel(grpc) as channel:
+            ready = grpc.channel_ready_future(channel)
+            if is_direct:
+                with pytest.raises(TimeoutError):
+                    proxy.accept()
+            else:
+                with proxy.accept()[0] as connection:
+                    assert connection.recv(100).startswith(f"CONNECT {elsewhere} ".encode())
+            ready.cancel()
 
 
 @KINDS
