@@ -3,10 +3,11 @@
     DIRECTORY/settings.json, wanted.json   written by `quire fleet up` and by the controller
     DIRECTORY/started_in                   link to the working directory of `quire fleet up`, for paths in its flags
     DIRECTORY/control.sock                 takes one command as a line of JSON on each connection, from this user only
-    DIRECTORY/lock                         held by the controller: there is never a second one
     DIRECTORY/parts                        of the backend
     DIRECTORY/controller.log
     DIRECTORY.lock                         held by a command that starts the fleet, and by a controller that removes it
+
+The controller holds a lock of DIRECTORY itself: there is never a second one.
 
 `python -m fleet.local_control keep DIRECTORY` starts `run` and starts it again when it dies.
 """
@@ -37,6 +38,8 @@ from fleet.wanted import FleetError, NoController, Wanted, status_in
 from quire import logs
 from quire.addresses import UNIX, AddressError, AddressUnusable, check_free, private_files, private_socket, with_port
 from quire.command import interpreter
+
+log = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = 4096
 RESTART_PAUSE_S = 0.5
@@ -144,12 +147,12 @@ def _check_addresses(directory: Path, settings: FleetSettings, wanted: Wanted) -
 def relaunch(directory: Path) -> None:
     """Starts the controller of a directory that has its settings, in the working directory of `quire fleet up`."""
     started_in = directory / "started_in"
-    with open(directory / "controller.log", "ab") as log:
+    with open(directory / "controller.log", "ab") as output:
         subprocess.Popen(
             _command("keep", directory),
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             cwd=started_in if started_in.is_dir() else directory,  # it may have been removed
         )
@@ -165,35 +168,43 @@ def keep(directory: Path) -> int:
 def run(directory: Path) -> int:
     """Runs the controller until the fleet is down, and then removes the directory. Returns the exit code."""
     logs.configure("fleet", "info", "console")
-    log = logging.getLogger(__name__)
-    if not directory.exists():
+    try:
+        # The lock also keeps systemd-tmpfiles, which cleans /tmp, from removing files here that are ten days old.
+        lock = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:
         return 2
-    with open(directory / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (settings := _read_settings(directory)) is None:
-                return 2
-            saved = json.loads((directory / "wanted.json").read_text(encoding="utf-8"))
-            wanted = Wanted.from_json(saved, clock_ahead_s())
-            backend = LocalBackend(settings, directory / "parts")
-        except BlockingIOError:
-            log.error("another controller has the fleet, and does not answer in time")
-            return 2
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, FleetError, BackendError) as error:
-            log.critical("the fleet cannot be controlled: %s", error)
-            return 2
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _control(directory)
+    except BlockingIOError:
+        log.error("another controller has the fleet, and does not answer in time")
+        return 2
+    finally:
+        os.close(lock)
 
-        def save(wanted: Wanted) -> None:
-            write_atomically(directory / "wanted.json", json.dumps(wanted.as_json(clock_ahead_s())))
 
-        controller = Controller(settings, wanted, backend, save)
-        with _server(directory / "control.sock", controller) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            controller.run()
-            with alone(directory):  # a command that would start a fleet meanwhile is told that there is one
-                server.shutdown()
-                (directory / "settings.json").unlink(missing_ok=True)
-                shutil.rmtree(directory, ignore_errors=True)
+def _control(directory: Path) -> int:
+    try:
+        if (settings := _read_settings(directory)) is None:
+            return 2
+        saved = json.loads((directory / "wanted.json").read_text(encoding="utf-8"))
+        wanted = Wanted.from_json(saved, clock_ahead_s())
+        backend = LocalBackend(settings, directory / "parts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, FleetError, BackendError) as error:
+        log.critical("the fleet cannot be controlled: %s", error)
+        return 2
+
+    def save(wanted: Wanted) -> None:
+        write_atomically(directory / "wanted.json", json.dumps(wanted.as_json(clock_ahead_s())))
+
+    controller = Controller(settings, wanted, backend, save)
+    with _server(directory / "control.sock", controller) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        controller.run()
+        with alone(directory):  # a command that would start a fleet meanwhile is told that there is one
+            server.shutdown()
+            (directory / "settings.json").unlink(missing_ok=True)
+            shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

@@ -4,12 +4,14 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -161,9 +163,37 @@ def test_a_second_controller_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Commands start one when the first does not answer in time: they must not gather, and wait for its end."""
     monkeypatch.setattr(local_control.logs, "configure", lambda *_: None)
     (tmp_path / "settings.json").write_text(json.dumps(FleetSettings("test", "local", "model").as_json()))
-    with open(tmp_path / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(tmp_path):
         assert local_control.run(tmp_path) == 2
+
+
+def test_the_files_of_a_fleet_are_kept_while_tmp_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that another process has locked is left out by systemd-tmpfiles, which removes old files."""
+    directory, found = tmp_path / "fleet", []
+
+    def clean(controller: Controller) -> None:
+        with suppress(BlockingIOError), _locked(directory):
+            shutil.rmtree(directory)
+        found.append(sorted(path.name for path in directory.iterdir()))
+
+    monkeypatch.setattr(local_control.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(local_control, "relaunch", lambda directory: None)
+    monkeypatch.setattr(Controller, "run", clean)
+    settings = FleetSettings("test", "local", "model", gateway_listen="127.0.0.1:0")
+    local_control.launch(directory, settings, Wanted.of(1))
+    assert local_control.run(directory) == 0
+    assert found == [["control.sock", "parts", "settings.json", "started_in", "wanted.json"]]
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Locks a directory, as each controller and each cleaner of /tmp does. Raises BlockingIOError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(
