@@ -5,6 +5,7 @@ the actor does. An actor whose node the head has given up fences itself: the hea
 still runs here would hold devices for nothing.
 """
 
+import fcntl
 import os
 import shutil
 import threading
@@ -124,9 +125,10 @@ def _is_alive(node_id: str) -> bool:
 
 
 def _private_folder(name: str) -> Path:
-    """Makes a folder that only this user can use."""
+    """Makes a folder that only this user can use, and that systemd-tmpfiles leaves alone while this process runs."""
     folder = Path(private_socket(name.replace("/", "-")).removeprefix(UNIX)).with_suffix("")
     with private_files(f"{UNIX}{folder}"):
         pass
     folder.mkdir(mode=0o700)
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # it looks into no directory that is locked
     return folder

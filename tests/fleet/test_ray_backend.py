@@ -1,7 +1,9 @@
 """The backend for Ray, without a cluster: actors that are gone, and a controller that fails."""
 
+import fcntl
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +26,19 @@ def test_a_lost_part_that_is_killed_has_ended() -> None:
     assert backend._gone[part].state is State.LOST
     backend.kill(part, "test/executor-1/a")
     assert backend._gone[part].state is State.ENDED
+
+
+def test_the_files_of_a_part_are_kept_while_tmp_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that another process has locked is left out by systemd-tmpfiles, which removes old files."""
+    from fleet.ray_holder import _private_folder
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cleaner = os.open(_private_folder("test/gateway-0/a"), os.O_RDONLY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(cleaner)
 
 
 def test_a_controller_that_fails_ends_so_that_ray_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
