@@ -23,6 +23,9 @@ app = typer.Typer(help="Starts, shows, scales, drains and ends several replicas 
 _FATAL = frozenset({exit_codes.USAGE, 126, 127})
 """Exit codes of a part after which another start is useless."""
 
+_MAX_ADDRESS_ENDS = 3
+"""Ends of a part whose address is in use before it is given up. Another part can have the same address in its flags."""
+
 _Name = Annotated[str, typer.Option("--name", help="name of the fleet")]
 _Backend = Annotated[str, typer.Option(help="local: this machine; ray: a Ray cluster")]
 _Address = Annotated[str, typer.Option(help="address of the Ray cluster: auto, host:port or ray://host:port")]
@@ -147,7 +150,7 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
         if len(ready) == num_parts and not wanted["draining"]:
             return report
         for each in report["parts"]:
-            if each["exit_code"] in _FATAL and each["state"] == "ended":
+            if each["state"] == "ended" and _is_useless(each["exit_code"], each["num_ends"]):
                 if is_new:
                     client.ask("down", {"timeout_s": 0.0})
                 fail(f"{each['part']} cannot be started: {each['last_line']}", each["exit_code"])
@@ -159,6 +162,11 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
             said = line
             put_line(sys.stderr, line)
         time.sleep(0.2)
+
+
+def _is_useless(exit_code: int | None, num_ends: int) -> bool:
+    """Returns whether another start of a part that has ended so often, this time with this code, cannot succeed."""
+    return exit_code in _FATAL or (exit_code == exit_codes.ADDRESS_IN_USE and num_ends >= _MAX_ADDRESS_ENDS)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ class Client:
         settings = FleetSettings("test", "local", "model", **fields)
         self.controller = Controller(settings, Wanted.of(replicas), self.backend, lambda _: None, self.now_s)
         self.fatal: Part | None = None
+        self.exit_code = exit_codes.USAGE
 
     def now_s(self) -> float:
         return self.backend.now_s
@@ -34,7 +35,7 @@ class Client:
         self.backend.now_s += 0.5
         self.controller.tick()
         for each in self.backend.running(self.fatal) if self.fatal else []:
-            self.backend.end(each.incarnation, exit_codes.USAGE)
+            self.backend.end(each.incarnation, self.exit_code)
             self.controller.tick()
         return self.controller.call(verb, arguments)
 
@@ -59,6 +60,19 @@ def test_a_part_that_cannot_start_ends_a_new_fleet_only(is_new: bool, capsys: py
     assert (report["wanted"]["down_by_s"] is not None) is is_new
     if not is_new:
         assert {"executor-0", "scheduler-0", "gateway-0"} <= set(client.backend.parts())
+
+
+def test_gateways_that_share_an_address_end_a_new_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their flags can name one, as in --gateway-flags "--grpc-listen 127.0.0.1:50051"."""
+    client = Client(1)
+    client.fatal, client.exit_code = Part(Role.GATEWAY, 0), exit_codes.ADDRESS_IN_USE
+    with pytest.raises(typer.Exit) as ended:
+        cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
+    assert ended.value.exit_code == exit_codes.ADDRESS_IN_USE
+    assert "gateway-0 cannot be started: the last line" in capsys.readouterr().err
+    report = client.ask("status", {})
+    assert report["wanted"]["down_by_s"] is not None
+    assert client.backend.verbs("start").count("gateway-0") == 3
 
 
 @pytest.mark.parametrize(
