@@ -53,7 +53,11 @@ def up(
         wanted = Wanted.of(replicas, gateways)
         client = fleet_client(settings.backend, settings.name, address)
         is_new = client.up(settings, wanted)
-        status = _until_ready(client, wait_s, is_new=is_new)
+        try:
+            status = _until_ready(client, wait_s, is_new=is_new)
+        except KeyboardInterrupt:
+            put_line(sys.stderr, f"quire: the fleet {settings.name} goes on in the background: see quire fleet down")
+            raise
     addresses = [each["address"] for each in status["parts"] if each["part"].startswith("gateway-")]
     print(f"ready openai={','.join(addresses)} replicas={len(status['wanted']['serving'])}")
 

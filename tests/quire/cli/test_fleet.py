@@ -62,6 +62,16 @@ def test_a_part_that_cannot_start_ends_a_new_fleet_only(is_new: bool, capsys: py
         assert {"executor-0", "scheduler-0", "gateway-0"} <= set(client.backend.parts())
 
 
+def test_an_interrupted_up_says_that_the_fleet_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "fleet_client", lambda *_: SimpleNamespace(up=lambda *_: True, ask=ask))
+    result = CliRunner().invoke(app, ["fleet", "up", "--name", "other", "--gateway-listen", "127.0.0.1:0"])
+    assert result.exit_code == exit_codes.INTERRUPTED
+    assert result.stderr == "quire: the fleet other goes on in the background: see quire fleet down\n"
+
+
 def test_gateways_that_share_an_address_end_a_new_fleet(capsys: pytest.CaptureFixture[str]) -> None:
     """Their flags can name one, as in --gateway-flags "--grpc-listen 127.0.0.1:50051"."""
     client = Client(1)
