@@ -36,7 +36,8 @@ _REASON_S = 2.0
 
 _SAY_S = 30.0
 """While ranks of other machines are missing, a line says so in intervals of this length, or of half the time after
-which an executor that says nothing is given up. A rank that is stopped for as long while it loads is lost."""
+which an executor that says nothing is given up. A rank that is stopped for as long while it loads is lost, and others
+that say nothing for as long are named."""
 
 _LOOK_S = 1.0
 """Time between two looks at the ranks of this machine, while ranks of other machines or frames are missing."""
@@ -167,7 +168,7 @@ class RankGroup:
     def _collect(self, expected: FrameKind) -> list[tuple[Member, dict[str, Any]]]:
         """Waits for this frame of each rank, and prints their progress meanwhile. Raises as `connect` does."""
         found: dict[int, dict[str, Any]] = {}
-        stopped_s = 0.0  # looks are counted, so that a whole group that was stopped goes on
+        silent_s = stopped_s = 0.0  # looks are counted, so that a whole group that was stopped goes on
         with selectors.DefaultSelector() as selector:
             for member in self.members:
                 selector.register(member.channel, selectors.EVENT_READ, member)
@@ -178,8 +179,12 @@ class RankGroup:
                     stopped_s = 0.0 if stopped is None else stopped_s + _LOOK_S
                     if stopped_s > self._say_s:
                         raise RankLost(f"{stopped} is stopped")
+                    silent_s += _LOOK_S
+                    if self._say_s < silent_s <= self._say_s + _LOOK_S:
+                        missing = [str(member) for member in self.members if member.rank not in found]
+                        _log.warning("waiting for %s, without a line for %g s", ", ".join(missing), self._say_s)
                 for key, _ in events:
-                    member = key.data
+                    silent_s, member = 0.0, key.data
                     if (values := self._take(member, expected)) is not None:
                         found[member.rank] = values
                         selector.unregister(member.channel)

@@ -203,6 +203,21 @@ def test_a_rank_that_is_stopped_while_it_loads_is_named(load_group, checkpoint, 
     assert str(lost.value) == f"rank 2 (process {pids[0]}) is stopped"
 
 
+def test_a_rank_that_says_nothing_while_it_loads_is_named(load_group, checkpoint, monkeypatch, caplog) -> None:
+    """It may be on another machine, where rank 0 cannot see that it is stopped. It is no error: it may go on."""
+
+    def start_stopped(rank: int, setup: dict[str, Any]) -> Member:
+        member = start_member(rank, setup)
+        os.kill(member.process.pid, signal.SIGSTOP)
+        threading.Timer(5.0, member.process.send_signal, (signal.SIGCONT,)).start()
+        return member
+
+    monkeypatch.setattr(group, "start_member", start_stopped)
+    monkeypatch.setattr(Member, "is_stopped", False)
+    pid = load_group(checkpoint("llama").directory, 2, load_timeout_s=4).group.members[0].process.pid
+    assert caplog.messages.count(f"waiting for rank 1 (process {pid}), without a line for 2 s") == 1
+
+
 def test_an_error_of_rank_0_in_a_step_ends_the_group(load_group, checkpoint, monkeypatch) -> None:
     """The other ranks wait in the middle of the step, so the next one would never begin."""
     model = load_group(checkpoint("llama").directory, 2)
