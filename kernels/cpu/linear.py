@@ -203,7 +203,8 @@ def _narrowest(weights: Sequence[torch.Tensor]) -> torch.dtype:
     """
     dtype = weights[0].dtype
     if dtype is torch.float32:
+        some_rows = [rows for weight in weights for rows in torch.split(weight, 64)]
         for narrow in (torch.bfloat16, torch.float16):
-            if all(torch.equal(rows.to(narrow).float(), rows) for weight in weights for rows in torch.split(weight, 64)):
+            if all(torch.equal(rows.to(narrow).float(), rows) for rows in some_rows):
                 return narrow
     return dtype
