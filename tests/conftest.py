@@ -6,13 +6,13 @@ import gc
 import os
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
-    from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: one thread each. The suite's workers, and the
 # services they start, share the cores; of two threads that meet at each operator's end, one always waits for a core
@@ -56,6 +56,21 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+BENCHMARKS = Path(__file__).parent / "bench"
+"""Folder in which all tests are exhaustive, without a mark in each file."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves files unread that have none of the tests that a run chooses by its mark: each worker reads all others."""
+    is_benchmark = collection_path.is_relative_to(BENCHMARKS)
+    match config.getoption("markexpr"):
+        case "not exhaustive" if is_benchmark:
+            return True
+        case "exhaustive" if collection_path.name.startswith("test_") and not is_benchmark:
+            return "exhaustive" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 ONE_SERVER = (
