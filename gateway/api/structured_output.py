@@ -8,6 +8,8 @@ import json
 from typing import Any
 
 from gateway.api.fields import Fields, shown
+from quire.json_depth import is_deep
+from quire.json_schemas import has_unwritable_text
 from quire.v1 import generation_pb2 as pb
 
 MAX_CHOICES = 1024
@@ -75,7 +77,7 @@ def answer_schema(output: pb.StructuredOutput) -> dict[str, Any] | None:
         schema = json.loads(output.json_schema or "null")
     except (ValueError, RecursionError):
         return None
-    return schema if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) and not is_deep(schema) and not has_unwritable_text(schema) else None
 
 
 def _add_response_format(form: Fields, request: pb.GenerateRequest) -> dict[str, str]:

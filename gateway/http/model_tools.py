@@ -133,6 +133,8 @@ def prepare(
         if use is None or not use.is_read:
             continue
         schema = answer_schema(request.structured_output)
+        if schema is None and request.structured_output.HasField("json_schema"):
+            continue  # the scheduler will refuse it
         is_other = request.HasField("structured_output") and schema is None
         restricted = replace(use, schema=schema)
         if restricted.needs_grammar:

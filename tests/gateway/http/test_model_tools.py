@@ -156,6 +156,20 @@ def test_forced_calls_leave_no_answer_to_a_format(name: str) -> None:
     assert '"mood"' not in lark
 
 
+@pytest.mark.parametrize(
+    "schema",
+    ['{"const": "a\\u0001"}', *('{"items":' * depth + "{}" + "}" * depth for depth in (101, *range(980, 1000)))],
+    ids=lambda schema: str(len(schema)),
+)
+def test_a_schema_that_the_scheduler_refuses_reaches_it(schema: str) -> None:
+    """Within the grammar of calls, a text would lose its control characters. A deep schema cannot be written there."""
+    for several in (True, False):
+        fields = {"tools": TOOLS, "parallel_tool_calls": several, "structured_outputs": {"json": schema}}
+        parsed = parse_chat(CHAT | fields)
+        prepare(parsed, ModelTools(FORMATS["hermes"], {}), "id")
+        assert parsed.requests[0].structured_output.json_schema == schema
+
+
 @pytest.mark.parametrize("form", [{"regex": "a"}, {"choice": ["a"]}, {"grammar": "start: /a/"}])
 def test_other_grammars_are_of_the_whole_output(form: dict[str, Any]) -> None:
     parsed = parse_chat(CHAT | {"tools": TOOLS, "structured_outputs": form})
