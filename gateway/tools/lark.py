@@ -76,7 +76,7 @@ class Lark:
         return self.grammar(f"{f'{passage}* ' if passage else ''}({call} | TEXT)")
 
     def grammar(self, start: str) -> str:
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
+        return "\n".join([f"start: {start}", *self._rules, ""])
 
 
 def regex(pattern: str) -> str:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from gateway.tools.formats import FORMATS
 from gateway.tools.tool_use import Tool, ToolUse
 from quire.grammars import grammar_tokenizer, matcher
+from scheduler.text.grammar_worker import checked_grammar
 from tests.gateway.tools.texts import TIME, USE, WEATHER, calls, one_call, read
 
 NAMES = sorted(FORMATS)
@@ -260,6 +261,19 @@ def test_calls_or_an_answer_that_keeps_to_a_schema(name: str, has_tokens: bool, 
     for text in ("", *wrong, output(name, ann, rome), output(name, rome, ann), one_call(name, '{"city": 5}')):
         assert not accepts(name, use, text, has_tokens=has_tokens)
     assert not accepts(name, one, output(name, rome, rome), has_tokens=has_tokens)
+
+
+@both
+@each
+def test_an_answer_may_have_the_name_of_a_special_token(name: str, has_tokens: bool) -> None:
+    """The scheduler's process asks llguidance not to choose tokens then: it would choose the special one."""
+    made, grammars, tokens = followed(has_tokens=has_tokens)
+    lark = FORMATS[name].grammar(ToolUse((WEATHER,), schema={"const": "<eos>"}), tokens)
+    follower = matcher(grammars, checked_grammar(grammars, "lark", lark, ["<eos>"]))
+    for token_id in made.encode(text_before(name, '"'), add_special_tokens=False).ids:
+        assert follower.consume_token(token_id)
+    mask = int.from_bytes(follower.compute_bitmask(), "little")
+    assert mask >> made.token_to_id("<") & 1
 
 
 def test_uses_that_need_a_grammar() -> None:
