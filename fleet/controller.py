@@ -18,6 +18,7 @@ from fleet.reconcile import Action, Address, Drain, Kill, Start, ended_replicas,
 from fleet.restarts import Restarts
 from fleet.settings import FleetSettings
 from fleet.wanted import FleetError, Wanted
+from quire.logs import event_of
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Controller:
         if (problem := self._problems.get(status.part)) is not None:
             return problem
         try:
-            return (self._backend.log_tail(status.part).strip().splitlines() or [""])[-1]
+            return event_of((self._backend.log_tail(status.part).strip().splitlines() or [""])[-1])
         except BackendError:
             return ""
 

@@ -81,7 +81,7 @@ def event_of(line: str) -> str:
     """Returns the event of a line that `as_json_line` or the log has written as JSON, and other lines as they are."""
     try:
         record = json.loads(line) if line.startswith("{") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
     return str(record["event"]) if isinstance(record, dict) and "event" in record else line
 

@@ -170,6 +170,7 @@ def test_the_event_of_a_line_is_found_again() -> None:
         assert event_of(as_json_line("executor", line)) in (line, as_json_line("executor", line))
         assert event_of(line) == line
     assert event_of(as_json_line("executor", "the reason")) == "the reason"
+    assert event_of(deep := '{"event":' + "[" * 9999) == deep
 
 
 @pytest.mark.parametrize("made_up", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])

@@ -15,6 +15,7 @@ from fleet.wanted import Wanted
 from quire.cli import exit_codes
 from quire.cli import fleet as cli
 from quire.cli.main import app
+from quire.logs import as_json_line
 from tests.support.fleet.world import FakeBackend
 
 
@@ -70,6 +71,14 @@ def test_an_interrupted_up_says_that_the_fleet_goes_on(monkeypatch: pytest.Monke
     result = CliRunner().invoke(app, ["fleet", "up", "--name", "other", "--gateway-listen", "127.0.0.1:0"])
     assert result.exit_code == exit_codes.INTERRUPTED
     assert result.stderr == "quire: the fleet other goes on in the background: see quire fleet down\n"
+
+
+def test_the_reason_of_a_part_that_logs_as_json_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Client(1)
+    client.fatal, client.backend.last_line = Part(Role.EXECUTOR, 0), as_json_line("executor", "no model", "critical")
+    with pytest.raises(typer.Exit):
+        cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
+    assert "executor-0 cannot be started: no model\n" in capsys.readouterr().err
 
 
 def test_gateways_that_share_an_address_end_a_new_fleet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ class FakeBackend:
     refuses    verbs that raise BackendError
     ready_in   looks after which a part is ready
     ends_when_drained  False: a part that drains waits for its streams
+    last_line  of every log
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class FakeBackend:
         self.refuses: set[str] = set()
         self.ready_in = 1
         self.ends_when_drained = True
+        self.last_line = "the last line"
         self.incarnations: dict[str, PartStatus] = {}
         self.loads: dict[Part, Load] = {}
         self._looks: dict[str, int] = {}
@@ -68,7 +70,7 @@ class FakeBackend:
         self.end(incarnation, -9)
 
     def log_tail(self, part: Part) -> str:
-        return "the last line"
+        return self.last_line
 
     # --- for tests ----------------------------------------------------------------------------------------------
 
