@@ -186,6 +186,7 @@ class Controller:
                     "pid": each.pid,
                     "age_s": round(max(0.0, time.time() - each.started_s), 1),
                     "num_ends": self._restarts.num_ends(each.part),
+                    "num_alike_ends": self._restarts.num_alike(each.part),
                     "exit_code": each.exit_code,
                     "num_requests": None if each.load is None else each.load.num_requests,
                     "last_line": "" if each.state.occupies else self._last_line(each),

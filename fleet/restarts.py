@@ -21,6 +21,7 @@ class Restarts:
         self._seen: set[str] = set()
         self._since_s: dict[str, float] = {}  # when each incarnation that runs was seen first
         self._num_ends: Counter[Part] = Counter()
+        self._alike: dict[Part, tuple[int | None, int]] = {}  # the last exit code, and its number in a row
         self._num_in_a_row: dict[Part, int] = {}
         self._not_before_s: dict[Part, float] = {}
 
@@ -34,6 +35,8 @@ class Restarts:
             if now_s - self._since_s.get(each.incarnation, now_s) >= HEALTHY_S:
                 self._num_in_a_row.pop(each.part, None)
             self._num_ends[each.part] += 1
+            code, num_alike = self._alike.get(each.part, (None, 0))
+            self._alike[each.part] = each.exit_code, 1 + num_alike * (code == each.exit_code)
             self.pause(each.part, now_s)
         running = {each.incarnation for each in statuses} - self._seen
         self._since_s = {name: self._since_s.get(name, now_s) for name in running}
@@ -52,3 +55,7 @@ class Restarts:
     def num_ends(self, part: Part) -> int:
         """Returns the number of ends that were noted."""
         return self._num_ends[part]
+
+    def num_alike(self, part: Part) -> int:
+        """Returns how many of the last ends, one after the other, had the same exit code."""
+        return self._alike.get(part, (None, 0))[1]

@@ -24,7 +24,7 @@ _FATAL = frozenset({exit_codes.USAGE, 126, 127})
 """Exit codes of a part after which another start is useless."""
 
 _MAX_ADDRESS_ENDS = 3
-"""Ends of a part whose address is in use before it is given up. Another part can have the same address in its flags."""
+"""Ends in a row of a part whose address is in use before it is given up. Flags can give two parts the same address."""
 
 _Name = Annotated[str, typer.Option("--name", help="name of the fleet")]
 _Backend = Annotated[str, typer.Option(help="local: this machine; ray: a Ray cluster")]
@@ -154,7 +154,7 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
         if len(ready) == num_parts and not wanted["draining"]:
             return report
         for each in report["parts"]:
-            if each["state"] == "ended" and _is_useless(each["exit_code"], each["num_ends"]):
+            if each["state"] == "ended" and _is_useless(each["exit_code"], each.get("num_alike_ends", 0)):
                 if is_new:
                     client.ask("down", {"timeout_s": 0.0})
                 fail(f"{each['part']} cannot be started: {each['last_line']}", each["exit_code"])
@@ -168,9 +168,9 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
         time.sleep(0.2)
 
 
-def _is_useless(exit_code: int | None, num_ends: int) -> bool:
-    """Returns whether another start of a part that has ended so often, this time with this code, cannot succeed."""
-    return exit_code in _FATAL or (exit_code == exit_codes.ADDRESS_IN_USE and num_ends >= _MAX_ADDRESS_ENDS)
+def _is_useless(exit_code: int | None, num_alike_ends: int) -> bool:
+    """Returns whether another start of a part that has ended with this code, so often in a row, cannot succeed."""
+    return exit_code in _FATAL or (exit_code == exit_codes.ADDRESS_IN_USE and num_alike_ends >= _MAX_ADDRESS_ENDS)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -197,6 +197,14 @@ def seen(name: str, state: State = State.ENDED) -> list[PartStatus]:
     return [PartStatus(E0, name, state, -1e6)]
 
 
+def test_ends_with_one_exit_code_are_counted_in_a_row() -> None:
+    restarts, numbers = Restarts(), []
+    for i, code in enumerate((3, 3, 1, 3, 3, 3)):
+        restarts.note([replace(each, exit_code=code) for each in seen(f"i{i}")], 0.0)
+        numbers.append(restarts.num_alike(E0))
+    assert (numbers, restarts.num_alike(E1)) == ([1, 2, 1, 1, 2, 3], 0)
+
+
 def test_a_gang_that_dies_at_once_is_started_less_and_less_often() -> None:
     restarts, now_s, pauses = Restarts(), 1000.0, []
     assert restarts.not_before_s(E0) == 0

@@ -94,6 +94,21 @@ def test_gateways_that_share_an_address_end_a_new_fleet(capsys: pytest.CaptureFi
     assert client.backend.verbs("start").count("gateway-0") == 3
 
 
+def test_an_address_in_use_after_other_ends_is_no_reason_to_give_up() -> None:
+    """A process of the part before may still hold it."""
+    client = Client(1)
+    client.fatal = Part(Role.GATEWAY, 0)
+
+    def ask(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        num_starts = client.backend.verbs("start").count("gateway-0")
+        client.exit_code = 1 if num_starts < 4 else exit_codes.ADDRESS_IN_USE
+        client.fatal = client.fatal if num_starts < 6 else None
+        return client.ask(verb, arguments)
+
+    report = cli._until_ready(SimpleNamespace(ask=ask), 60.0, is_new=True)  # type: ignore[arg-type]
+    assert {each["part"]: each["num_ends"] for each in report["parts"]}["gateway-0"] == 6
+
+
 @pytest.mark.parametrize(
     ("words", "expected_s"), [([], 300.0), (["--timeout-s", "150"], 150.0), (["--timeout-s", "0"], 0.0)]
 )
