@@ -158,8 +158,18 @@ def _clear_thoughts(fields: Fields, chat: pb.ChatPrompt) -> None:
         if edit.get("type") != CLEAR_THOUGHTS:
             edit.add_problem("type", f"must be {CLEAR_THOUGHTS}, not {shown(edit.get('type'))}")
         elif edit.get("keep") not in ("all", {"type": "all"}):
-            keep = edit.nested("keep")
-            _keep_thoughts(1 if keep is None else keep.integer("value", 1) or 1, chat)
+            _keep_thoughts(_num_kept_turns(edit), chat)
+
+
+def _num_kept_turns(edit: Fields) -> int:
+    """Returns the number of turns whose thoughts stay: one, if the edit does not say."""
+    keep = edit.nested("keep")
+    if keep is None:
+        return 1
+    keep.check_names({"type", "value"})
+    if keep.get("type") != "thinking_turns":
+        keep.add_problem("type", f"must be thinking_turns or all, not {shown(keep.get('type'))}")
+    return keep.integer("value", 1) or 1
 
 
 def _keep_thoughts(num_turns: int, chat: pb.ChatPrompt) -> None:

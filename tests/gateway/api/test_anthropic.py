@@ -173,7 +173,18 @@ def test_thoughts_of_earlier_turns_can_be_cleared() -> None:
     [
         ({"type": "clear_tool_uses_20250919"}, "context_management.edits[0].type"),
         ({"type": "clear_thinking_20251015", "keep": 5}, "context_management.edits[0].keep"),
-        ({"type": "clear_thinking_20251015", "keep": {"value": 0}}, "context_management.edits[0].keep.value"),
+        (
+            {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 0}},
+            "context_management.edits[0].keep.value",
+        ),
+        (
+            {"type": "clear_thinking_20251015", "keep": {"type": "tool_uses", "value": 3}},
+            "context_management.edits[0].keep.type",
+        ),
+        (
+            {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "turns": 3}},
+            "context_management.edits[0].keep.turns",
+        ),
         ({"type": "clear_thinking_20251015", "trigger": 5}, "context_management.edits[0].trigger"),
     ],
 )
