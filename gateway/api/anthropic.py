@@ -14,7 +14,7 @@ from gateway.api.messages import CACHE_CONTROL, add_effort, add_plain_tool, each
 from gateway.api.sampling import MAX_STOP, plain_request
 from gateway.api.sampling import NAMES as SAMPLING_NAMES
 from gateway.api.structured_output import add_output_format
-from gateway.api.tool_calls import GRAMMAR_NAMES
+from gateway.api.tool_calls import GRAMMAR_NAMES, names_of_forced
 from gateway.api.tool_choice import MAX_TOOLS, anthropic_tool_use
 from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
@@ -82,6 +82,7 @@ def parse_message(body: object) -> ParsedRequest:
     request.stopping.stop.extend(stop)
     request.stopping.include_stop = True  # the answer says which one it was; it is cut off again there
     tools = _add_prompt(fields, request.chat)
+    names |= names_of_forced(tools)
     is_streamed = fields.flag("stream")
     fields.raise_problems()
 

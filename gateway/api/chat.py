@@ -9,7 +9,7 @@ from gateway.api.fields import Fields
 from gateway.api.messages import add_messages, add_template_options, add_tools
 from gateway.api.sampling import IGNORED, NAMES, NEUTRAL, SHARED, StreamOptions, shared_request
 from gateway.api.structured_output import add_structured_output
-from gateway.api.tool_calls import GRAMMAR_NAMES
+from gateway.api.tool_calls import GRAMMAR_NAMES, names_of_forced
 
 KNOWN = SHARED | {
     "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
@@ -84,5 +84,5 @@ def parse_chat(body: object) -> ParsedRequest:
             return CallCollector(head, head.tools, has_logprobs=has_logprobs)
         return ChatCollector(head, has_logprobs=has_logprobs)
 
-    names |= {"stopping.max_tokens": max_name}
+    names |= {"stopping.max_tokens": max_name} | names_of_forced(tools)
     return ParsedRequest(model, [request], names, "chatcmpl-", options.is_streamed, chunks, collector, tools=tools)

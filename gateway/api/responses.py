@@ -17,7 +17,7 @@ from gateway.api.messages import (
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
-from gateway.api.tool_calls import GRAMMAR_NAMES
+from gateway.api.tool_calls import GRAMMAR_NAMES, names_of_forced
 from gateway.api.tool_choice import MAX_TOOLS, chat_tool_use
 from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
@@ -79,6 +79,7 @@ def parse_response(body: object) -> ParsedRequest:
         request.chat.messages.add(role="system", content=instructions)
     _add_input(fields, request.chat)
     tools = _add_tools(fields, request.chat)
+    names |= names_of_forced(tools)
     is_streamed = fields.flag("stream")
     if (options := fields.nested("stream_options")) is not None:
         options.check_names({"include_obfuscation"})

@@ -14,6 +14,11 @@ GRAMMAR_NAMES = {f"structured_output{field}": "tools" for field in ("", ".lark")
 """The JSON field to which the scheduler's complaints about a grammar belong."""
 
 
+def names_of_forced(use: ToolUse | None) -> dict[str, str]:
+    """Returns names for errors that replace those of a response format, which no grammar of forced calls contains."""
+    return GRAMMAR_NAMES if use is not None and use.is_forced else {}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTools:
     """The format of a model.

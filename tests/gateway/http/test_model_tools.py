@@ -6,8 +6,10 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway.api.anthropic import parse_message
 from gateway.api.chat import parse_chat
 from gateway.api.errors import ApiError
+from gateway.api.responses import parse_response
 from gateway.api.tool_calls import ModelTools
 from gateway.http.model_tools import prepare
 from gateway.tools.formats import FORMATS
@@ -21,6 +23,8 @@ from tests.support.gateway.rig import CHAT, Rig
 
 MARKERS = {"<tool_call>": 300, "</tool_call>": 301}
 ANSWER = {"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]}
+FORMAT = {"type": "json_schema", "schema": ANSWER}
+RESPONSE_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}]
 
 
 class Qwen(FakeScheduler):
@@ -154,6 +158,23 @@ def test_forced_calls_leave_no_answer_to_a_format(name: str) -> None:
     lark = parsed.requests[0].structured_output.lark
     assert '"city"' in lark
     assert '"mood"' not in lark
+
+
+def test_what_is_wrong_with_a_grammar_of_forced_calls_is_wrong_with_the_tools() -> None:
+    """The format beside them is not in the grammar. Without forced calls, both are."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+    text = {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}}
+    names = [
+        parse_chat(CHAT | {"tools": TOOLS, "tool_choice": "required", "response_format": form}).names,
+        parse_response({"input": "hi", "tools": RESPONSE_TOOLS, "tool_choice": "required", "text": text}).names,
+        parse_message(
+            MESSAGE | {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}, "output_config": {"format": FORMAT}}
+        ).names,
+    ]
+    assert [each["structured_output.lark"] for each in names] == ["tools"] * 3
+    assert "schema" in names[0]["structured_output.json_schema"]
+    free = parse_chat(CHAT | {"tools": TOOLS, "response_format": form}).names
+    assert free["structured_output.lark"] == "response_format.json_schema.schema"
 
 
 @pytest.mark.parametrize(
