@@ -115,7 +115,7 @@ async def until_idle(pids: Sequence[int], max_wait_s: float = _MAX_WAIT_S) -> bo
     while time.monotonic() < deadline_s:
         await asyncio.sleep(_LOOK_S)
         before_s, used_s = used_s, _processor_s(pids)
-        if used_s - before_s < _IDLE_SHARE * _LOOK_S:
+        if 0 <= used_s - before_s < _IDLE_SHARE * _LOOK_S:  # less than 0: a process has ended, and others may be busy
             return True
     return False
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench import server_process
 from bench.server_process import ServerFailed, as_flags, child_process, quire_server, until_idle
 from quire.async_client import AsyncClient
 from tests.support.paths import ROOT
@@ -47,6 +48,15 @@ async def test_a_server_is_idle_when_it_has_stopped_computing(tmp_path: Path, mo
         assert sum(psutil.Process(child.pid).cpu_times()[:2]) > 1.5
     async with child_process(module(tmp_path, busy.format(600), monkeypatch), ready="ready") as child:
         assert not await until_idle([child.pid], max_wait_s=2)
+
+
+async def test_a_server_is_not_idle_because_a_process_of_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of that process is no longer a part of the sum."""
+    sums_s = [10.0, 4.0, 4.9, 4.9]
+    monkeypatch.setattr(server_process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(server_process, "_processor_s", lambda pids: sums_s.pop(0))
+    assert await until_idle([1])
+    assert sums_s == []
 
 
 async def test_child_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
