@@ -66,7 +66,7 @@ def _restated(schema: Any, is_old: bool, is_lenient: bool) -> Any:
     is_reference = is_old and isinstance(schema.get("$ref"), str)
     found = {}
     for keyword, value in schema.items():
-        if (is_reference and keyword not in _BESIDE_REFERENCES) or _restricts_nothing(keyword, value):
+        if is_reference and keyword not in _BESIDE_REFERENCES:
             continue
         if is_lenient and keyword == "pattern" and _finds(_LOOKAROUND, value):
             continue
@@ -74,7 +74,8 @@ def _restated(schema: Any, is_old: bool, is_lenient: bool) -> Any:
             value = {name: _restated(each, is_old, is_lenient) for name, each in value.items()}
         elif keyword not in _DATA:  # references may lead into unknown keywords, too
             value = _restated(value, is_old, is_lenient)
-        found[keyword] = value
+        if not _restricts_nothing(keyword, value):
+            found[keyword] = value
     return _with_tags(found)
 
 

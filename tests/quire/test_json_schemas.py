@@ -70,7 +70,7 @@ def test_given_schemas_do_not_change() -> None:
     assert json.dumps(schema) == before
 
 
-@pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
+@pytest.mark.parametrize("names", [{"type": "string"}, {}, True, {"format": "path"}])
 def test_what_restricts_nothing_is_left_out(names: Any) -> None:
     """Zod writes it for each record, and Pydantic for paths, secrets and bytes."""
     schema = {
