@@ -1,6 +1,7 @@
 """Servers as processes: ready lines, failures, restarts, and no process is left behind."""
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -41,22 +42,26 @@ async def test_child_is_ready_at_its_line_and_ended_with_the_block(
     assert not psutil.pid_exists(child.pid)
 
 
-async def test_a_server_is_idle_when_it_has_stopped_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = "import time\nprint('ready', flush=True)\nwhile time.process_time() < {}: pass\ntime.sleep(600)"
-    async with child_process(module(tmp_path, busy.format(2), monkeypatch), ready="ready") as child:
-        assert await until_idle([child.pid])
-        assert sum(psutil.Process(child.pid).cpu_times()[:2]) > 1.5
-    async with child_process(module(tmp_path, busy.format(600), monkeypatch), ready="ready") as child:
-        assert not await until_idle([child.pid], max_wait_s=2)
-
-
-async def test_a_server_is_not_idle_because_a_process_of_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of that process is no longer a part of the sum."""
-    sums_s = [10.0, 4.0, 4.9, 4.9]
+async def test_a_server_is_idle_when_it_has_stopped_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of processor times falls when a process ends, whatever the others do."""
+    sums_s = [10.0, 14.0, 4.0, 4.9, 4.9]
     monkeypatch.setattr(server_process, "_LOOK_S", 0.01)
     monkeypatch.setattr(server_process, "_processor_s", lambda pids: sums_s.pop(0))
     assert await until_idle([1])
     assert sums_s == []
+    always_busy = itertools.count()
+    monkeypatch.setattr(server_process, "_processor_s", lambda pids: next(always_busy))
+    assert not await until_idle([1], max_wait_s=0.05)
+
+
+def test_processor_time_is_that_of_a_process_and_its_children() -> None:
+    own_s = sum(psutil.Process().cpu_times()[:2])
+    busy = "import time\nwhile time.process_time() < 1: pass\nprint('done', flush=True)\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert server_process._processor_s([os.getpid()]) > own_s + 0.9
+        child.kill()
 
 
 async def test_child_that_ends_before_it_is_ready_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
