@@ -39,6 +39,9 @@ _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The line with which Claude Code begins its system prompt. Its last part differs in each request, so that no prompt
 would begin like the one before, and nothing would be cached."""
 
+MIN_THINKING_BUDGET = 1024
+"""The least, as in Anthropic's API: a program that works here works there."""
+
 CLEAR_THOUGHTS = "clear_thinking_20251015"
 
 _NEUTRAL_IN_TEXT = CACHE_CONTROL | {"citations": ([],)}
@@ -135,7 +138,7 @@ def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
 
 
 def _add_thinking(fields: Fields, chat: pb.ChatPrompt) -> None:
-    """Adds `thinking`. Nothing bounds the length of a thought alone, so a budget is refused."""
+    """Adds `thinking`. A budget is a target, as in Anthropic's API: only `max_tokens` bounds thoughts."""
     if (thinking := fields.nested("thinking")) is None:
         return
     match thinking.get("type"):
@@ -144,8 +147,12 @@ def _add_thinking(fields: Fields, chat: pb.ChatPrompt) -> None:
             chat.template_arguments["enable_thinking"] = "false"  # templates without it do not change
         case "adaptive":
             thinking.check_names({"type"}, {"display": ("summarized",)})  # the model thinks as it has learned
+        case "enabled":
+            thinking.check_names({"type", "budget_tokens"}, {"display": ("summarized",)})
+            thinking.check_integer("budget_tokens", thinking.get("budget_tokens"), MIN_THINKING_BUDGET)
+            chat.template_arguments["enable_thinking"] = "true"
         case kind:
-            thinking.add_problem("type", f"must be disabled or adaptive, not {shown(kind)}: thoughts have no budget")
+            thinking.add_problem("type", f"must be disabled, adaptive or enabled, not {shown(kind)}")
 
 
 def _clear_thoughts(fields: Fields, chat: pb.ChatPrompt) -> None:

@@ -226,7 +226,9 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
         ({"thinking": {}}, "thinking.type"),
@@ -273,6 +275,8 @@ def test_thinking_is_a_variable_of_the_template() -> None:
     assert parse(thinking={"type": "adaptive"}) == parse()
     assert parse(thinking={"type": "adaptive", "display": "summarized"}) == parse()
     assert parse(thinking={"type": "disabled"}).chat.template_arguments == {"enable_thinking": "false"}
+    budget = {"type": "enabled", "budget_tokens": 1024}
+    assert parse(thinking=budget).chat.template_arguments == {"enable_thinking": "true"}
 
 
 def test_tokens_are_counted_of_the_chat_that_an_answer_would_have() -> None:
@@ -297,7 +301,7 @@ def test_tokens_are_counted_of_the_chat_that_an_answer_would_have() -> None:
         ({"stream": True}, "stream"),
         ({"messages": []}, "messages"),
         ({"tools": [{}]}, "tools[0].name"),
-        ({"thinking": {"type": "enabled"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )
