@@ -10,6 +10,12 @@ from tests.support.gateway.fake_scheduler import MODEL, Failure
 from tests.support.gateway.rig import CHAT, Rig
 
 
+@pytest.fixture(autouse=True)
+def _unlimited_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every failure of a test into the log, though the tests of one second fail more than the log takes."""
+    monkeypatch.setattr(logging.getLogger("gateway.http.server"), "filters", [])
+
+
 def logged(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
     """Returns the fields of the only line about a request that failed, and forgets all lines."""
     (record,) = (each for each in caplog.records if hasattr(each, "request_id"))
