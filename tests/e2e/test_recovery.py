@@ -279,6 +279,7 @@ async def test_sigterm_drains_the_server(served: Stack, undisturbed: Undisturbed
     stack, jobs = served, LONG_JOBS
     async with stack.client(resume_timeout_s=0) as client:
         expected = await undisturbed.outcomes(client, jobs)
+        await stack.until_health("SERVING")  # the test before may have killed the scheduler
         services = [stack.pid("scheduler"), stack.pid("executor")]
 
         streams = await started_streams(client, jobs)

@@ -11,9 +11,10 @@ from tests.support.gateway.rig import CHAT, Rig
 
 
 @pytest.fixture(autouse=True)
-def _unlimited_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unlimited_log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Lets every failure of a test into the log, though the tests of one second fail more than the log takes."""
-    monkeypatch.setattr(logging.getLogger("gateway.http.server"), "filters", [])
+    if request.node.get_closest_marker("limited_log") is None:
+        monkeypatch.setattr(logging.getLogger("gateway.http.server"), "filters", [])
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
@@ -94,6 +95,7 @@ async def test_every_answer_has_another_id(caplog: pytest.LogCaptureFixture) -> 
     assert not [each for each in caplog.records if hasattr(each, "request_id")]
 
 
+@pytest.mark.limited_log
 async def test_refused_requests_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with Rig() as rig:
