@@ -174,11 +174,12 @@ def run(directory: Path) -> int:
     except FileNotFoundError:
         return 2
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.error("another controller has the fleet, and does not answer in time")
+            return 2
         return _control(directory)
-    except BlockingIOError:
-        log.error("another controller has the fleet, and does not answer in time")
-        return 2
     finally:
         os.close(lock)
 

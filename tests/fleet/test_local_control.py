@@ -167,6 +167,20 @@ def test_a_second_controller_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert local_control.run(tmp_path) == 2
 
 
+def test_a_controller_without_resources_is_not_taken_for_a_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of processes, a start fails with the same error as a lock that another process has."""
+
+    def control(directory: Path) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(local_control.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(local_control, "_control", control)
+    with pytest.raises(BlockingIOError):  # so that `keep` starts it again
+        local_control.run(tmp_path)
+
+
 def test_the_files_of_a_fleet_are_kept_while_tmp_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory that another process has locked is left out by systemd-tmpfiles, which removes old files."""
     directory, found = tmp_path / "fleet", []
